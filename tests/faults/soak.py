@@ -26,10 +26,10 @@ import gymnasium as gym
 import numpy as np
 
 import muster
-from muster.errors import ClosedError, PendingError
+from muster.errors import ClosedError
 from muster.vector.results import Batch
 
-NUM_ENVS, NUM_WORKERS = 16, 4
+NUM_ENVS, NUM_WORKERS, NUM_LENT = 16, 4, 2
 KILL_EVERY_S = 0.2
 INTERRUPT_EVERY_S = 0.5
 FORK_EVERY_S = 1.0
@@ -80,6 +80,21 @@ class UnderFire(gym.Env[Any, Any]):
         return row, float(self.steps), self.steps == EPISODE_STEPS, False, info
 
 
+class Big(gym.Env[Any, Any]):
+    """Counts its steps in every number of a big observation."""
+
+    observation_space = gym.spaces.Box(0, np.inf, (1 << 14,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.steps = 0
+        return np.zeros(1 << 14, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.full(1 << 14, self.steps, np.float32), 0.0, False, False, {}
+
+
 @dataclass
 class Report:
     """The results of a soak. problems: empty if all was well."""
@@ -88,6 +103,7 @@ class Report:
     kills: int = 0
     interrupts: int = 0
     forks: int = 0
+    restarts: int = 0
     truncations: int = 0
     episodes: int = 0
     problems: list[str] = field(default_factory=list)
@@ -143,16 +159,16 @@ class Checker:
 
 
 class Killer(threading.Thread):
-    """Kills or stops a random worker every `KILL_EVERY_S` on average."""
+    """Kills or stops a random worker, none of the `spared`, every `KILL_EVERY_S` on average."""
 
-    def __init__(self, envs: Any, seed: int) -> None:
+    def __init__(self, spared: set[int], seed: int) -> None:
         super().__init__(name="killer")
         self.kills = 0
-        self._envs, self._random, self._done = envs, random.Random(seed), threading.Event()
+        self._spared, self._random, self._done = spared, random.Random(seed), threading.Event()
 
     def run(self) -> None:
         while not self._done.wait(self._random.expovariate(1 / KILL_EVERY_S)):
-            pid = self._random.choice(workers_of(os.getpid()) or [0])
+            pid = self._random.choice([*workers_of(os.getpid()) - self._spared] or [0])
             if pid:
                 number = self._random.choice([signal.SIGKILL, signal.SIGSTOP])
                 try:
@@ -167,7 +183,7 @@ class Killer(threading.Thread):
 
 
 class Interrupts:
-    """Ctrl-C in the middle of calls: a handler that raises while `call` runs, and at no other time."""
+    """Ctrl-C in the middle of calls: a handler that raises while what `call` calls runs, and at no other time."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._calling = report, False
@@ -185,8 +201,8 @@ class Interrupts:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._before)
 
-    def _raise(self, *_: object) -> None:
-        if self._calling:
+    def _raise(self, _: int, frame: Any) -> None:
+        if self._calling and frame.f_code is not Interrupts.call.__code__:
             self._calling = False
             self._report.interrupts += 1
             raise KeyboardInterrupt
@@ -204,7 +220,11 @@ def soak(seconds: float, seed: int = 0) -> Report:
     )
     checker = Checker(envs.reset(seed=seed)[0])
     report = checker.report
-    killer, interrupts = Killer(envs, seed), Interrupts(report)
+    # Lends observations: they are big, and envs that are built again would need copies.
+    lender = muster.make_vec(Big, NUM_LENT, num_workers=1)
+    lender.reset()
+    killer = Killer({worker["pid"] for worker in lender.stats()["workers"]}, seed)
+    interrupts = Interrupts(report)
     start = time.monotonic()
     held: dict[str, int] | None = None
     killer.start()
@@ -216,22 +236,25 @@ def soak(seconds: float, seed: int = 0) -> Report:
                 some_steps(envs, checker, interrupts.call)
                 some_halves(envs, checker, interrupts.call)
                 if report.forks < elapsed_s / FORK_EVERY_S:
-                    fork(envs, checker)
+                    fork(lender, report)
             except KeyboardInterrupt:
                 begin_again(envs, checker, interrupts.call)
     finally:
         interrupts.stop()
         killer.stop()
     some_steps(envs, checker)  # replaces the workers that the killer has left broken
-    report.kills = killer.kills
+    report.kills, report.restarts = killer.kills, envs.stats()["restarts"]
+    if report.truncations > report.restarts:  # those of rows that a Ctrl-C has dropped are missing
+        report.problems.append(f"{report.truncations} truncations, but only {report.restarts} envs were restarted")
     after = holdings()
     for kind, before in (held or after).items():
         limit = before + (MEMORY_GROWTH_BYTES if kind == "memory_bytes" else 0)
         if kind == "processes":  # a worker may just have been dead
-            limit = NUM_WORKERS
+            limit = NUM_WORKERS + 1
         if after[kind] > limit:
             report.problems.append(f"{kind} grew from {before} to {after[kind]}")
     envs.close()
+    lender.close()
     if workers_of(os.getpid()):
         report.problems.append("workers are left after close")
     return report
@@ -260,39 +283,39 @@ def begin_again(envs: Any, checker: Checker, call: Any) -> None:
     """Resets all envs after a Ctrl-C, until no other comes meanwhile."""
     while True:
         with contextlib.suppress(KeyboardInterrupt):
-            try:
-                return checker.start(call(envs.reset)[0])
-            except PendingError:  # it has come between two calls
-                envs.drop_pending()
+            return checker.start(call(envs.reset)[0])
 
 
-def fork(envs: Any, checker: Checker) -> None:
+def fork(lender: Any, report: Report) -> None:
     """Forks this process: the child can use no env, and neither process sees what the other does with observations."""
-    obs = envs.step(np.zeros(NUM_ENVS, np.int64))
-    checker.check(Batch(np.arange(NUM_ENVS), *obs))
-    kept, checker.report.forks = obs[0].copy(), checker.report.forks + 1
+    actions = np.zeros(NUM_LENT, np.int64)
+    obs = lender.step(actions)[0]
+    kept, report.forks = obs.copy(), report.forks + 1
     go_on, may_go_on = os.pipe()
     if not (child := os.fork()):
         try:
             os.read(go_on, 1)  # until the parent has stepped
             with contextlib.suppress(ClosedError):
-                envs.step(np.zeros(NUM_ENVS, np.int64))
+                lender.step(actions)
                 os._exit(1)
-            is_same = np.array_equal(obs[0], kept)
-            obs[0][:] = -1
+            is_same = np.array_equal(obs, kept)
+            obs[:] = -1
             os._exit(not is_same)
         finally:
             os._exit(2)
-    some_steps(envs, checker)
+    for _ in range(10):  # into all blocks of the shared memory
+        lender.step(actions)
     os.write(may_go_on, b"x")
     status = os.waitpid(child, 0)[1]
     os.close(go_on)
     os.close(may_go_on)
-    if status or not np.array_equal(obs[0], kept):
-        checker.report.problems.append(f"a fork has changed an observation, or could step: status {status}")
+    if obs.nbytes < 1 << 16 or obs.base is None:
+        report.problems.append("the observations were not lent")
+    if status or not np.array_equal(obs, kept):
+        report.problems.append(f"a fork has changed an observation, or could step: status {status}")
 
 
-def workers_of(caller: int) -> list[int]:
+def workers_of(caller: int) -> set[int]:
     """The grandchildren of `caller`: workers are children of the launcher."""
     parents = {}
     for entry in Path("/proc").iterdir():
@@ -303,7 +326,7 @@ def workers_of(caller: int) -> list[int]:
                 continue
             if state != "Z":
                 parents[int(entry.name)] = int(parent)
-    return [pid for pid, parent in parents.items() if parents.get(parent) == caller]
+    return {pid for pid, parent in parents.items() if parents.get(parent) == caller}
 
 
 def holdings() -> dict[str, int]:
