@@ -68,6 +68,8 @@ class Backend(ABC):
     `first_envs`: see `SlabPlan`.
     """
 
+    holds_signals = False
+    """Whether `whole` does, so that no env's own code may run in it."""
     num_workers: int
     """Workers that step envs, the caller not counted."""
     first_envs: tuple[int, ...]
@@ -154,9 +156,9 @@ class Backend(ABC):
             if mine := [env for env in seeds if first <= env < last]:
                 yield host, Reset(mine, dataclasses.replace(arguments, seeds=[seeds[env] for env in mine]))
 
-    def whole(self, *, holds: bool = False) -> Whole:
-        """Closes the vector env where the body ends halfway: its envs would be out of step. holds: see `Whole`."""
-        return Whole(self._ends_halfway, holds=holds)
+    def whole(self) -> Whole:
+        """Closes the vector env where the body ends halfway: its envs would be out of step."""
+        return Whole(self._ends_halfway, holds=self.holds_signals)
 
     def _ends_halfway(self, error: BaseException) -> None:
         if not isinstance(error, UsageError):  # raised before anything was done

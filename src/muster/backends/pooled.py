@@ -23,7 +23,7 @@ from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Failed
 from muster.pool.place import Limit
 from muster.pool.resources import Usage, naming_limits
-from muster.pool.verbs import Answered, BasePool, Lost, Successor, Whole
+from muster.pool.verbs import Answered, BasePool, Lost, Successor
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.slab import Slab, SlabPlan, split_evenly
@@ -34,6 +34,7 @@ _STARTED = time.monotonic_ns(), ticks()
 class PooledBackend(Backend):
     """Steps envs in the workers of a pool, whose hooks it has. Hosts 0 to W-1 are the workers."""
 
+    holds_signals = True
     pool: BasePool[Any]
 
     def __init__(
@@ -105,10 +106,6 @@ class PooledBackend(Backend):
         self.pool.deliver_logs()
 
     # ---- commands
-
-    def whole(self, *, holds: bool = True) -> Whole:
-        """As `Backend.whole`; no env's own code runs in the body."""
-        return super().whole(holds=holds)
 
     @contextlib.contextmanager
     def _fate(self) -> Iterator[None]:
