@@ -315,35 +315,29 @@ void bind_caller(nb::module_& m) {
 }
 
 // A method of a vector env that one thread at a time runs, as a whole. In C, where no signal handler runs between
-// `enter` or `leave` and the method.
+// `enter` or `leave` and the method. Its attributes are the method's.
 struct Verb {
   PyObject_HEAD
-  PyObject* dict;
   PyObject* method;
   vectorcallfunc call;
 };
 
 PyObject* g_method_type;  // of bound methods
 
-Verb& verb_of(PyObject* object) { return *reinterpret_cast<Verb*>(object); }
-
-Caller& caller_of(PyObject* envs) {
-  static PyObject* name = PyUnicode_InternFromString("_caller");
-  const Ref caller = checked(PyObject_GetAttr(envs, name));
-  return *nb::inst_ptr<Caller>(caller.get());
-}
+PyObject* method_of(PyObject* verb) { return reinterpret_cast<Verb*>(verb)->method; }
 
 // Has nothing to destroy while the method runs: a thread that meets the interpreter's end there is unwound from here.
 PyObject* call_verb(PyObject* self, PyObject* const* args, size_t count, PyObject* keywords) {
-  if (!PyVectorcall_NARGS(count)) return PyObject_Vectorcall(verb_of(self).method, args, count, keywords);
+  static PyObject* name = PyUnicode_InternFromString("_caller");
+  if (!PyVectorcall_NARGS(count)) return PyObject_Vectorcall(method_of(self), args, count, keywords);
   Caller* caller;
   try {
-    caller = &caller_of(args[0]);
+    caller = nb::inst_ptr<Caller>(checked(PyObject_GetAttr(args[0], name)).get());
     caller->enter();
   } catch (const PythonError&) {
     return nullptr;
   }
-  PyObject* result = PyObject_Vectorcall(verb_of(self).method, args, count, keywords);
+  PyObject* result = PyObject_Vectorcall(method_of(self), args, count, keywords);
   caller->leave();
   return result;
 }
@@ -352,25 +346,24 @@ PyObject* bind_verb(PyObject* self, PyObject* envs, PyObject*) {
   return envs ? PyObject_CallFunctionObjArgs(g_method_type, self, envs, nullptr) : Py_NewRef(self);
 }
 
+PyObject* attribute_of_verb(PyObject* self, PyObject* name) { return PyObject_GetAttr(method_of(self), name); }
+
 Ref make_verb(PyObject* method) {
-  static PyMemberDef members[] = {{"__dictoffset__", T_PYSSIZET, offsetof(Verb, dict), READONLY, nullptr},
-                                  {"__vectorcalloffset__", T_PYSSIZET, offsetof(Verb, call), READONLY, nullptr},
-                                  {}};
-  static PyGetSetDef dict[] = {{"__dict__", PyObject_GenericGetDict, nullptr, nullptr, nullptr}, {}};
+  static PyMemberDef members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Verb, call), READONLY, nullptr}, {}};
   static PyType_Slot slots[] = {{Py_tp_members, members},
-                                {Py_tp_getset, dict},
                                 {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
                                 {Py_tp_descr_get, reinterpret_cast<void*>(&bind_verb)},
+                                {Py_tp_getattro, reinterpret_cast<void*>(&attribute_of_verb)},
                                 {}};
   static PyType_Spec spec{"muster._core.Verb", sizeof(Verb), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, slots};
   static PyObject* type = PyType_FromSpec(&spec);
   g_method_type = nb::object(nb::module_::import_("types").attr("MethodType")).release().ptr();
-  Verb& verb = verb_of(checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0)).release());
+  Ref made = checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
+  Verb& verb = *reinterpret_cast<Verb*>(made.get());
   verb.method = Py_NewRef(method);
   verb.call = &call_verb;
-  const auto update = nb::module_::import_("functools").attr("update_wrapper");
-  return Ref(update(nb::steal(&verb.ob_base), nb::handle(method)).release().ptr());
+  return made;
 }
 
 void bind_agent_row(nb::module_& m) {
