@@ -6,7 +6,9 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Event
 from typing import Any
 
 import gymnasium
@@ -28,9 +30,9 @@ class Numbered(gymnasium.Env):
 
     action_space = spaces.Discrete(2)
 
-    def __init__(self, episode_length: int, structured: bool = False) -> None:
-        self._length, self._structured = episode_length, structured
-        self.observation_space = spaces.Box(0, 60000, SHAPE, np.uint16)
+    def __init__(self, episode_length: int, structured: bool = False, shape: tuple[int, int] = SHAPE) -> None:
+        self._length, self._structured, self._shape = episode_length, structured, shape
+        self.observation_space = spaces.Box(0, 60000, shape, np.uint16)
         if structured:
             self.observation_space = spaces.Dict({"camera": self.observation_space, "step": spaces.Discrete(60000)})
 
@@ -45,7 +47,7 @@ class Numbered(gymnasium.Env):
         return self._obs(), 0.0, self._at - 100 >= self._length, False, {}
 
     def _obs(self) -> Any:
-        camera = np.full(SHAPE, self._at, np.uint16)
+        camera = np.full(self._shape, self._at, np.uint16)
         return {"camera": camera, "step": self._at} if self._structured else camera
 
 
@@ -190,6 +192,29 @@ def test_a_forked_child_has_its_own_copy_of_a_batch(envs: muster.VectorEnv) -> N
     assert (big(kept) == 101).all()
     for fd in (*asks, *answers):
         os.close(fd)
+
+
+def test_a_fork_loses_nothing_that_another_thread_writes() -> None:
+    def add(rows: Any, begun: Event, forked: Event) -> int:
+        added = 0
+        while not forked.is_set():
+            np.add(rows, 1, out=rows, dtype=np.float64, casting="unsafe")  # slower than a copy
+            added += 1
+            begun.set()
+        return added
+
+    envs = muster.make_vec(lambda: Numbered(50, shape=(4000, 1000)), 1, backend="process")
+    with envs, ThreadPoolExecutor() as executor:
+        envs.reset()
+        for step in range(1, 9):
+            rows, begun, forked = envs.step(NOTHING[:1])[0], Event(), Event()
+            adding = executor.submit(add, rows, begun, forked)
+            begun.wait()
+            if (child := os.fork()) == 0:
+                os._exit(0)
+            forked.set()
+            os.waitpid(child, 0)
+            assert (rows == 100 + step + adding.result()).all()
 
 
 class Pair(ParallelEnv):

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <bit>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -17,19 +18,17 @@
 
 namespace muster {
 
-// Whole pages of memory that other processes map, too, but that an array of this process owns. A fork copies them, so
-// that parent and child each have their own, as of all other memory.
+// Whole pages of memory that other processes map, too, but that an array of this process owns. A forked child has a copy
+// of them, as of all other memory; nothing moves in the parent, where other threads may be writing.
 class OwnPages {
  public:
   OwnPages(void* start, size_t size) : start_(start), size_(size) {
     const std::lock_guard lock(mutex_);
     all_.push_back(this);
   }
-  // The memory is the shared one again.
   ~OwnPages() {
     const std::lock_guard lock(mutex_);
     std::erase(all_, this);
-    if (shared_) mremap(shared_, size_, size_, MREMAP_MAYMOVE | MREMAP_FIXED, start_);
   }
   OwnPages(const OwnPages&) = delete;
   OwnPages& operator=(const OwnPages&) = delete;
@@ -41,30 +40,37 @@ class OwnPages {
     mutex_.lock();
     for (OwnPages* pages : all_) pages->copy();
   }
-  static void after_fork() { mutex_.unlock(); }
+  // Where the fork failed, too.
+  static void after_in_parent() {
+    for (OwnPages* pages : all_)
+      if (pages->copy_ != MAP_FAILED) munmap(pages->copy_, pages->size_);
+    mutex_.unlock();
+  }
+  static void after_in_child() {
+    std::erase_if(all_, [](OwnPages* pages) { return pages->put_copy(); });
+    mutex_.unlock();
+  }
 
  private:
-  // Maps the shared memory a second time, and puts a copy in its place. One call to the kernel does that: other threads
-  // may be using the array.
   void copy() {
-    if (shared_) return;
-    void* copy = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    void* shared = copy == MAP_FAILED ? MAP_FAILED : mremap(start_, 0, size_, MREMAP_MAYMOVE);
-    are_shared_ = shared == MAP_FAILED;
-    if (!are_shared_) {
-      shared_ = shared;
-      std::memcpy(copy, start_, size_);
-      mremap(copy, size_, size_, MREMAP_MAYMOVE | MREMAP_FIXED, start_);
-    } else if (copy != MAP_FAILED) {
-      munmap(copy, size_);
-    }
+    copy_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy_ == MAP_FAILED)
+      are_shared_ = true;
+    else
+      std::memcpy(copy_, start_, size_);
+  }
+  // Whether there is a copy, which takes the place of the shared memory: workers go on writing into that.
+  bool put_copy() {
+    if (copy_ == MAP_FAILED) return false;
+    if (mremap(copy_, size_, size_, MREMAP_MAYMOVE | MREMAP_FIXED, start_) == MAP_FAILED) std::abort();
+    return true;
   }
 
   inline static std::mutex mutex_;
   inline static std::vector<OwnPages*> all_;
   void* start_;
   size_t size_;
-  void* shared_ = nullptr;  // after a fork: where the shared memory is now
+  void* copy_ = MAP_FAILED;  // during a fork
   bool are_shared_ = false;
 };
 

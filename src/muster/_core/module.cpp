@@ -433,8 +433,8 @@ NB_MODULE(_core, m) {
     }
   });
   if (PyArray_ImportNumPyAPI() < 0) throw nb::python_error();
-  pthread_atfork(OwnPages::before_fork, OwnPages::after_fork, [] {
-    OwnPages::after_fork();
+  pthread_atfork(OwnPages::before_fork, OwnPages::after_in_parent, [] {
+    OwnPages::after_in_child();
     g_forks.fetch_add(1);
     InEnv::in_forked_child();
   });
