@@ -73,9 +73,10 @@ def test_envs_are_split_evenly() -> None:
 
 def test_letters_of_any_size_arrive() -> None:
     fd = memfd("test")
-    mail = SharedMail(fd)
-    for box, letter in enumerate([None, {"a": 1}, np.arange(1_000_000), "x" * 3_000_000]):
-        length = mail.put(box, letter)
-        again = mail.get(box, length)
+    mail = SharedMail(fd, 4)
+    letters = [None, {"a": 1}, np.arange(1_000_000), "x" * 3_000_000]
+    lengths = [mail.put(box, letter) for box, letter in enumerate(letters)]
+    for box, letter in enumerate(letters):
+        again = mail.get(box, lengths[box])
         assert np.array_equal(again, letter) if isinstance(letter, np.ndarray) else again == letter
     assert mail.get(9, 0) is None

@@ -60,7 +60,7 @@ def test_every_info_is_right_while_new_layouts_come_up(options: dict[str, Any]) 
 @pytest.mark.parametrize("kind", ["between processes", "within one"])
 def test_what_was_appended_stays_while_more_is(kind: str) -> None:
     fd = os.memfd_create("mail")
-    mail: Mail = SharedMail(fd) if kind == "between processes" else LocalMail()
+    mail: Mail = SharedMail(fd, 4) if kind == "between processes" else LocalMail()
     first = mail.append(3, ("a", 1), 0)
     second = mail.append(3, ("b", 2), first)
     assert mail.appended(3, 0, first) == [("a", 1)]

@@ -21,7 +21,7 @@ def fd() -> Iterator[int]:
 
 def test_what_does_not_fit_leaves_the_next_box_alone(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mail, "_BOX_BYTES", 4096)
-    post = SharedMail(fd)
+    post = SharedMail(fd, 4)
     length = post.put(1, "another env's")
     with pytest.raises(MusterError, match=r"pickled objects are too many for one step of one env.* has 4096;"):
         post.put(0, b"x" * 5000)
@@ -31,7 +31,7 @@ def test_what_does_not_fit_leaves_the_next_box_alone(fd: int, monkeypatch: pytes
 
 
 def test_a_closed_mail_reads_no_other_file_that_has_got_its_number(fd: int) -> None:
-    post = SharedMail(fd)
+    post = SharedMail(fd, 4)
     length = post.put(0, "mine")
     post.close()
     other = os.memfd_create("other")

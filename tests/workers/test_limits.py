@@ -116,6 +116,36 @@ def test_a_limit_of_the_size_of_files_is_named(context: str) -> None:
     assert re.match(r"LimitReached .*: a file may have 1000 bytes \(RLIMIT_FSIZE\), .*`ulimit -f unlimited`", out), out
 
 
+def test_objects_and_errors_of_all_envs_arrive_where_the_size_of_files_is_limited() -> None:
+    program = """
+import gymnasium as gym
+
+class Speaker(gym.Env):
+    observation_space = gym.spaces.Discrete(2)
+    action_space = gym.spaces.Text(10**6)
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+    def step(self, action):
+        if action == "raise":
+            raise ValueError("as asked")
+        return 0, 0.0, False, False, {"text": "x" * 10**6 if action == "long" else action}
+
+limit(name, number)
+with muster.make_vec(Speaker, 2, num_workers=2, context=context) as envs:
+    envs.reset()
+    for actions in (["a", "b"], ["a", "raise"], ["a", "long"], ["a", "x" * 10**6]):
+        say(lambda: print(envs.step(actions)[4]["text"]))
+"""
+    out = said(program, "FSIZE", 1 << 18, "forkserver")
+    assert re.fullmatch(
+        r"\['a' 'b'\]\nworked\n"
+        r"EnvError env 1 \(worker 1, step 1\): ValueError: as asked\n(.|\n)*"
+        r"EnvError env 1 (.|\n)*a file may have 262144 bytes \(RLIMIT_FSIZE\)(.|\n)*"
+        r"\nLimitReached .*the action of env 1 could not be sent: a file may have 262144 bytes \(RLIMIT_FSIZE\).*\n",
+        out,
+    ), out
+
+
 @needs_root
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "number"), [("NPROC", 9), ("FSIZE", 1000), ("NOFILE", 30)])

@@ -33,7 +33,7 @@ from muster.pool.closing import (
     warn_of_cuts,
 )
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.resources import Usage
+from muster.pool.resources import Usage, naming_limits
 from muster.pool.verbs import Whole
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
@@ -223,7 +223,8 @@ class Backend(ABC):
         for env, action in zip(ids.tolist(), objects, strict=True):
             box, mail = self.slab.plan.num_envs + env, self.mail_of(self.caller.host_of(env))
             own = action if as_provided or not mail.lends_objects else mail.own(action)
-            self.slab.action_mail_bytes[env] = mail.put(box, own)
+            with naming_limits(f"the action of env {env} could not be sent"):
+                self.slab.action_mail_bytes[env] = mail.put(box, own)
 
     def fetch_schemas(self, host: int, at: int) -> tuple[list[Any], int]:
         """The info layouts that the worker of `host` has mailed behind `at`, and where they end.

@@ -149,7 +149,6 @@ class ProcessBackend(PooledBackend):
             for name in ("slab", "mail"):
                 self._files[name] = memfd(name)
                 own(self._files[name])
-        self._mail = SharedMail(self._files["mail"], shares_main=self._context == "fork")
         processes = dataclasses.replace(processes, preloads=(*ENV_PRELOADS, *processes.preloads))
         self.pool = Pool(
             "muster.hosts.env_resident:EnvResident", plans, processes, self, files=self._files, nouns=self._nouns()
@@ -197,6 +196,7 @@ class ProcessBackend(PooledBackend):
             self._own_usage_at_start = usage_of(os.getpid())
 
     def _made_slab(self, plan: SlabPlan) -> Slab:
+        self._mail = SharedMail(self._files["mail"], plan.num_boxes, shares_main=self._context == "fork")
         return Slab(plan, self._files["slab"])
 
     def _attach_message(self, options: HostOptions) -> Attach:

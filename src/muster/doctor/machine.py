@@ -173,12 +173,12 @@ def _threads_of_user() -> int:
 
 
 def _about_file_size() -> list[Fact]:
-    """The mail's boxes lie 4 GiB apart in a memory file, whose size counts as any file's does."""
+    """The limit of a file's size, which a memory file has, too."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit == resource.RLIM_INFINITY:
         return []
     text = f"no file may be larger than {size(limit)}"
-    meaning = "it applies to Muster's memory files, too, 4 GB for each env"
+    meaning = "it applies to Muster's memory files, too"
     return [Fact("warns", "limits", text, "ulimit -f unlimited", meaning)]
 
 

@@ -71,7 +71,8 @@ class EnvResident(RecipeResident):
     def _attach(self, attach: Attach) -> None:
         here, slab, mail = self._here, attach.slab, attach.mail
         if isinstance(slab, SlabPlan):
-            slab, mail = Slab(slab, here.files["slab"]), SharedMail(here.files["mail"], shares_main=here.forked)
+            mail = SharedMail(here.files["mail"], slab.num_boxes, shares_main=here.forked)
+            slab = Slab(slab, here.files["slab"])
         assert mail is not None
         self.host.attach(slab, here.info.worker_index, mail, attach.options)
         self._steps = True

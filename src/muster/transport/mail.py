@@ -18,8 +18,10 @@ from typing import Any, Protocol
 from muster.errors import ClosedError, MusterError
 from muster.pickling.functools_pickling import dumps as by_value
 
-# Address space is free in a sparse file: each box may hold 4 GiB. Lengths are uint32.
-_BOX_BYTES = 1 << 32
+_BOX_BYTES = 1 << 32  # lengths are uint32
+
+# The boxes take turns in the file, a chunk each: a limit of its size (`ulimit -f`) then counts what is written.
+_CHUNK_BYTES = 1 << 14
 
 
 class Mail(Protocol):
@@ -52,8 +54,9 @@ class SharedMail:
 
     lends_objects = False
 
-    def __init__(self, fd: int, *, shares_main: bool = False) -> None:
+    def __init__(self, fd: int, num_boxes: int, *, shares_main: bool = False) -> None:
         self._fd = fd
+        self._num_boxes = num_boxes
         self._shares_main = shares_main
         # Held while the fd is used: once it is closed, its number may soon be another file's. The thread that holds the
         # lock may be the one that closes, in a signal handler.
@@ -79,17 +82,18 @@ class SharedMail:
 
     def append(self, box: int, value: object, at: int) -> int:
         data = dumps(value, shares_main=self._shares_main)
-        if at + len(data) >= _BOX_BYTES:  # the next box is another env's
+        if at + len(data) >= _BOX_BYTES:
             raise MusterError(
                 f"{len(data)} bytes of pickled objects are too many for one step of one env, whose place in the mail "
                 f"has {_BOX_BYTES}; leave some out, or write them to a file and send its path"
             )
-        view, place = memoryview(data), box * _BOX_BYTES + at
+        view = memoryview(data)
         while view:
+            place, room = self._place(box, at)
             with self._using:
-                written = os.pwrite(self._open_fd(), view, place)
-            view, place = view[written:], place + written
-        return at + len(data)
+                written = os.pwrite(self._open_fd(), view[:room], place)
+            view, at = view[written:], at + written
+        return at
 
     def appended(self, box: int, at: int, end: int) -> list[Any]:
         data, values = io.BytesIO(self._read(box, at, end)), []
@@ -98,15 +102,21 @@ class SharedMail:
         return values
 
     def _read(self, box: int, at: int, end: int) -> bytes:
-        parts, place, missing = [], box * _BOX_BYTES + at, end - at
-        while missing:
+        parts = []
+        while at < end:
+            place, room = self._place(box, at)
             with self._using:
-                part = os.pread(self._open_fd(), missing, place)
+                part = os.pread(self._open_fd(), min(room, end - at), place)
             if not part:
-                raise MusterError(f"the mail holds {missing} bytes less than announced")
+                raise MusterError(f"the mail holds {end - at} bytes less than announced")
             parts.append(part)
-            place, missing = place + len(part), missing - len(part)
+            at += len(part)
         return b"".join(parts)
+
+    def _place(self, box: int, at: int) -> tuple[int, int]:
+        """The place in the file of what lies at `at` in a box, and the bytes of the box that follow there."""
+        chunk, inside = divmod(at, _CHUNK_BYTES)
+        return (chunk * self._num_boxes + box) * _CHUNK_BYTES + inside, _CHUNK_BYTES - inside
 
     def _open_fd(self) -> int:
         if self._fd < 0:

@@ -79,6 +79,11 @@ class SlabPlan:
     def num_hosts(self) -> int:
         return len(self.first_envs) - 1
 
+    @property
+    def num_boxes(self) -> int:
+        """Boxes of the mail: N for steps, N for actions, and one for each host's layouts of infos."""
+        return 2 * self.num_envs + self.num_hosts
+
 
 class Slab:
     """The shared block, and NumPy views of its parts.
