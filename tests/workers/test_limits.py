@@ -83,6 +83,38 @@ def test_a_worker_that_can_start_no_thread_blames_no_env() -> None:
 
 
 @needs_root
+def test_an_env_has_the_hint_where_no_thread_can_start_and_nowhere_else() -> None:
+    program = """
+import _thread
+import gymnasium as gym
+
+class Threads(gym.Env):
+    observation_space = action_space = gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+    def step(self, action):
+        held = _thread.allocate_lock()
+        held.acquire()
+        while action:
+            _thread.start_new_thread(held.acquire, ())
+        raise RuntimeError("as asked")
+
+limit(name, number)
+ctypes.CDLL(None).prctl(15, b"\\xff")  # PR_SET_NAME: no UTF-8
+with muster.make_vec(Threads, 1, backend="serial") as envs:
+    envs.reset()
+    say(lambda: envs.step([0]))
+    say(lambda: envs.step([1]))
+"""
+    by_itself, refused = said(program, "NPROC", 3, "").split("EnvError ")[1:]
+    assert re.search("RuntimeError: as asked", by_itself)
+    assert "RLIMIT_NPROC" not in by_itself
+    assert re.search(r"can't start new thread\n(.|\n)*this user may run 3 .*RLIMIT_NPROC.* and runs 3", refused), (
+        refused
+    )
+
+
+@needs_root
 def test_a_limit_that_a_replacement_meets_is_named() -> None:
     program = """
 envs = muster.make_vec("CartPole-v1", 2, num_workers=2, context=context, on_failure="restart")

@@ -19,7 +19,7 @@ from muster.doctor.diagnosis import Finding, Severity, size
 from muster.doctor.findings import about_start_methods
 from muster.extras import installed_version, is_older
 from muster.hosts.trial import TrialOutcome
-from muster.pool.resources import cpu_quota, memory_left, read_text, threads_left, usable_cores
+from muster.pool.resources import cpu_quota, memory_left, read_text, threads_left, threads_of_user, usable_cores
 from muster.recipes.recipe import make_recipes
 
 PROC, DEV = Path("/proc"), Path("/dev")
@@ -153,7 +153,7 @@ def _about_limits() -> Fact:
         rooms.append((files - len(os.listdir("/proc/self/fd")) - OTHER_FDS) // FDS_PER_WORKER)
     if threads != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
         texts.append(f"{threads:,} threads of this user (ulimit -u)")
-        rooms.append((threads - _threads_of_user()) // THREADS_PER_WORKER)
+        rooms.append((threads - threads_of_user()) // THREADS_PER_WORKER)
     if in_cgroup is not None:
         texts.append(f"{in_cgroup[0]:,} more threads {in_cgroup[1]}")
         rooms.append(in_cgroup[0] // THREADS_PER_WORKER)
@@ -163,13 +163,6 @@ def _about_limits() -> Fact:
     meaning = f"enough for about {room:,} workers: {FDS_PER_WORKER} files and {THREADS_PER_WORKER} threads each"
     severity: Severity = "warns" if room < usable_cores() else "good"
     return Fact(severity, "limits", ", ".join(texts), meaning=meaning)
-
-
-def _threads_of_user() -> int:
-    """Threads of this user that run now: they count against ``ulimit -u``."""
-    processes = _psutil().process_iter(["uids", "num_threads"])
-    found = [one.info for one in processes if one.info["uids"] and one.info["uids"].real == os.getuid()]
-    return sum(info["num_threads"] or 0 for info in found)
 
 
 def _about_file_size() -> list[Fact]:

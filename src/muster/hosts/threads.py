@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import LimitReached, WorkerDied, WorkerTimeout
+from muster.errors import WorkerDied, WorkerTimeout
+from muster.pickling.probe import starts
 from muster.pool.closing import AT_ONCE, CloseLimits, CloseNotice, CloseProgress, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
 from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Post, Question, Ready
 from muster.pool.place import Limit, Plan
-from muster.pool.resources import Usage, limit, usage_of
+from muster.pool.resources import Usage, naming_limits, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.worker import Here, Resident, serve
 from muster.worker_info import worker_info_context
@@ -133,11 +134,9 @@ class ThreadPool(BasePool[_Thread]):
         return facts
 
     def _start_thread(self, one: _Thread) -> None:
-        try:
-            one.thread.start()
-        except RuntimeError as error:  # there can be no more threads
-            failed = f"{one.name}, of {len(self._places)}, could not start"
-            raise LimitReached(errno.EAGAIN, f"{failed}: {limit(errno.EAGAIN)}") from error
+        with naming_limits(f"{one.name}, of {len(self._places)}, could not start"):
+            if not starts(one.thread):
+                raise BlockingIOError(errno.EAGAIN, "no thread can start")
 
     def _too_slow(self, one: _Thread, doing: str) -> Exception:
         return WorkerTimeout(one.name, doing, f"start_timeout={self._start_timeout_s} s")

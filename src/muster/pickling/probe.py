@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import contextvars
+import functools
 import io
 import pickle
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +21,7 @@ from muster.pickling.main_module import OWN_PARTS
 from muster.pickling.shared_pickling import reduction_of_memory, reduction_of_shared, spawning
 
 _POLL_S = 0.05
+_BEGIN_S = 5.0
 # Smaller buffers stay in the pickle: they are not worth a place of their own.
 _BIG_BYTES = 1 << 20
 
@@ -76,19 +81,36 @@ def attempt(
 
     # In a thread, because only a thread can be left behind with an object that hangs while it is pickled.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="muster-pickling")
-    try:
-        thread.start()
-    except RuntimeError:  # there can be no more threads
+    if starts(thread):
+        end = _wait(thread, lambda: (len(pickler.seen), buffer.tell()), silence_s, limit_s)
+    else:
         run()
         end = "finished"
-    else:
-        end = _wait(thread, lambda: (len(pickler.seen), buffer.tell()), silence_s, limit_s)
     if end == "finished":
         outcome.failed = pickler.seen[-1] if outcome.data is None and pickler.seen else None
         return outcome
     pickler.abandoned = True
     seen = pickler.seen.copy()
     return PickleAttempt(failed=seen[-1] if seen else None, out_of_time=end == "out of time", seen=seen)
+
+
+def starts(thread: threading.Thread) -> bool:
+    """Starts a thread; returns False where there can be no more.
+
+    Another one tries that: `Thread.start` waits forever for a thread that finds no memory to begin with.
+    """
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    task = functools.partial(lambda: said.put(True))
+    ended = weakref.ref(task, said.put)
+    try:
+        _thread.start_new_thread(task, ())
+        del task
+        if said.get(timeout=_BEGIN_S) is ended:
+            return False
+        thread.start()
+    except (RuntimeError, queue.Empty):
+        return False
+    return True
 
 
 def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:

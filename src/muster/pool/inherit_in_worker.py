@@ -10,10 +10,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from muster.errors import LimitReached
 from muster.pickling.shared_pickling import use_tracker
 from muster.pool.messages import Inherited
-from muster.pool.resources import limit
+from muster.pool.resources import naming_limits
 
 _log = logging.getLogger("muster")
 
@@ -23,7 +22,8 @@ _FLUSH_S = 5.0
 def take_over(inherited: Inherited, fds: Sequence[int]) -> Sequence[int]:
     """Makes this worker the heir of its caller; returns the fds for the recipes. Raises LimitReached."""
     if len(fds) < inherited.num_fds + inherited.has_tracker:
-        raise LimitReached(errno.EMFILE, f"this worker could not take the files of its recipes: {limit(errno.EMFILE)}")
+        with naming_limits("this worker could not take the files of its recipes"):
+            raise OSError(errno.EMFILE, "files are missing")
     if inherited.has_tracker:
         use_tracker(fds[-1])
     if inherited.authkey is not None:

@@ -8,6 +8,7 @@ import itertools
 import os
 import resource
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import NamedTuple
 
 from muster.errors import LimitReached, NotEnoughMemory
 from muster.introspection import caller_stacklevel
+from muster.pickling.probe import starts
 
 CGROUP = Path("/sys/fs/cgroup")
-_FEW_THREADS = 3  # some may have ended since one more was refused
 
 
 def usable_cores() -> int:
@@ -105,37 +106,41 @@ def limit(number: int | None) -> str:
             f"a file may have {most} bytes (RLIMIT_FSIZE), and the memory that processes share is files. Allow more "
             "(`ulimit -f unlimited`)"
         )
-    return _limit_of_threads()[1] if number == errno.EAGAIN else ""
+    return _limit_of_threads() if number == errno.EAGAIN else ""
 
 
 def limit_behind(error: BaseException) -> str:
-    """As `limit`, for an exception of any code: one that may come from elsewhere needs a limit that is all but used."""
+    """As `limit`, for an exception of any code. Where that may have been refused a thread, one is tried."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EAGAIN or type(error) is RuntimeError:  # by which Python says that it can start no thread
-        left, words = _limit_of_threads()
-        return words if left <= _FEW_THREADS else ""
+        return "" if starts(threading.Thread(target=int, daemon=True)) else limit(errno.EAGAIN)
     return limit(number)
 
 
-def _limit_of_threads() -> tuple[int, str]:
-    """The tightest of the limits of processes and threads: how many it leaves, and the words for `limit`."""
-    limits = [(*found, "this cgroup", "pids.max, `docker run --pids-limit`") for found in _pids_cgroups()]
-    all_threads, running = (read_text(Path(f"/proc/{name}")) for name in ("sys/kernel/threads-max", "loadavg"))
+def _limit_of_threads() -> str:
+    """The tightest of the limits of processes and threads, for `limit`."""
+    tasks = "run", "processes and threads"
+    limits = [(*found, "this cgroup", *tasks, "pids.max, `docker run --pids-limit`") for found in _pids_cgroups()]
+    files = "sys/kernel/threads-max", "loadavg", "sys/vm/max_map_count"
+    all_threads, running, most_maps = (read_text(Path("/proc") / name) for name in files)
     if all_threads and running:
-        limits.append((int(all_threads), int(running.split("/")[1].split()[0]), "this machine", "kernel.threads-max"))
+        runs = int(running.split("/")[1].split()[0])
+        limits.append((int(all_threads), runs, "this machine", *tasks, "kernel.threads-max"))
+    if most_maps:
+        with open("/proc/self/maps", "rb") as maps:  # line by line: there may be no memory for all
+            holds = sum(1 for _ in maps)
+        limits.append((int(most_maps), holds, "this process", "hold", "memory mappings", "vm.max_map_count"))
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if most != resource.RLIM_INFINITY and ((count := _threads_of_user()) <= most or os.getuid() != 0):
-        limits.append((most, count, "this user", "RLIMIT_NPROC, `ulimit -u`"))  # root may often start more
+    if most != resource.RLIM_INFINITY and ((count := threads_of_user()) <= most or os.getuid() != 0):
+        limits.append((most, count, "this user", *tasks, "RLIMIT_NPROC, `ulimit -u`"))  # root may often start more
     if not limits:
-        return sys.maxsize, "the kernel starts no more processes and threads. Ask for fewer workers"
-    most, count, whose, where = min(limits, key=lambda one: one[0] - one[1])
-    return most - count, (
-        f"{whose} may run {most} processes and threads ({where}), and runs {count}. Allow more, or ask for "
-        "fewer workers"
-    )
+        return "the kernel starts no more processes and threads. Ask for fewer workers"
+    most, count, whose, does, what, where = min(limits, key=lambda one: one[0] - one[1])
+    return f"{whose} may {does} {most} {what} ({where}), and {does}s {count}. Allow more, or ask for fewer workers"
 
 
-def _threads_of_user() -> int:
+def threads_of_user() -> int:
+    """Threads of this user that run now: they count against ``ulimit -u``."""
     count = 0
     for folder in Path("/proc").glob("[0-9]*"):
         fields = dict(line.split(":", 1) for line in read_text(folder / "status").splitlines())
@@ -182,7 +187,7 @@ def _own_cgroup() -> Path:
 def read_text(path: Path) -> str:
     """The text of a kernel's file; empty where there is no such file, or this process may not read it."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""
 
