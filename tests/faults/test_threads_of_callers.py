@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,31 @@ def test_a_daemon_thread_that_steps_does_not_crash_the_interpreters_end(backend:
             "-c", PROGRAM, json.dumps(BACKENDS[backend]), fresh=True, env=os.environ | {"PYTHONPATH": FOLDER}
         )
         assert ended.returncode == 0, ended.stderr
+
+
+def test_the_interpreters_end_does_not_wait_for_a_thread_that_hangs_in_an_env() -> None:
+    program = """
+import threading, time
+import gymnasium as gym, muster
+
+class Hung(gym.Env):
+    observation_space = action_space = gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+    def step(self, action):
+        began.set()
+        time.sleep(60)
+
+began = threading.Event()
+envs = muster.make_vec(Hung, 1, backend="serial")
+envs.reset()
+threading.Thread(target=envs.step, args=([0],), daemon=True).start()
+began.wait()
+print(time.monotonic())
+"""
+    ended = programs.run("-c", program, fresh=True)
+    assert ended.returncode == 0, ended.stderr
+    assert time.monotonic() - float(ended.stdout) < 4.0  # less than 1 s on a quick machine
 
 
 @pytest.fixture

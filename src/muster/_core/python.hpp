@@ -121,10 +121,10 @@ class InEnv {
 
   static void in_forked_child() { num_ = 0; }
 
-  // Stops other threads in their next call of this library, and waits for those that are in an env, 5 s at most.
+  // Stops other threads in their next call of this library, and waits for those that are in an env, 0.5 s at most.
   static void end_threads() {
     g_ending_thread = PyThread_get_thread_ident();
-    for (int i = 0; i < 500 && (i == 0 || num_ > 0); ++i) {
+    for (int i = 0; i < 50 && (i == 0 || num_ > 0); ++i) {
       const GilReleased released;
       usleep(10'000);
     }
