@@ -44,6 +44,8 @@ class Env(gym.Env):
     def step(self, action):
         if action or activity == "collect":
             wait()
+        if action and activity == "policy":  # still steps when the caller begins to wait
+            time.sleep(0.3)
         return 0, 0.0, False, False, {}
 
     def slow(self):
@@ -62,6 +64,13 @@ with muster.make_vec(Env, 2, num_workers=2, **limits) as envs:
     envs.reset()
     if activity == "step":
         envs.step([0, 1])
+    elif activity == "policy":
+        envs.step_async([0, 1])
+        before = now = time.monotonic()
+        while now - before < 1.0:  # until it has been stopped
+            time.sleep(0.01)
+            before, now = now, time.monotonic()
+        envs.step_wait()
     elif activity == "recv":
         envs.send([0, 1])
         envs.recv(min_envs=1)
@@ -75,9 +84,12 @@ with muster.make_vec(Env, 2, num_workers=2, **limits) as envs:
 @pytest.mark.parametrize(
     ("activity", "limit_s"),
     [
-        ("step", LIMIT_S),
+        ("policy", LIMIT_S),
         ("call", LIMIT_S),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("recv", LIMIT_S), ("start", 6.0), ("collect", 3.0))),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("step", LIMIT_S), ("recv", LIMIT_S), ("start", 6.0), ("collect", 3.0))
+        ),
     ],
 )
 def test_the_time_for_which_all_were_stopped_is_not_counted(activity: str, limit_s: float, tmp_path: Path) -> None:
@@ -86,7 +98,7 @@ def test_the_time_for_which_all_were_stopped_is_not_counted(activity: str, limit
         while not (tmp_path / "begun").exists():
             assert program.poll() is None
             time.sleep(0.005)
-        time.sleep(0.2)  # by then the caller waits
+        time.sleep(0.2)  # by then the caller waits, or the policy acts
         everyone = [*descendants(program.pid).values(), program.pid]
         for pid in everyone:
             os.kill(pid, signal.SIGSTOP)

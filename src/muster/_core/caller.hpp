@@ -40,9 +40,6 @@ class Caller {
   // The longest wait in the core before Python checks for signals and dead workers: a death is noticed that soon.
   static constexpr int64_t kSliceNs = 20'000'000;
 
-  // A wait that ends so long after its slice ended because this process was stopped.
-  static constexpr int64_t kPauseNs = 500'000'000;
-
   // memory: the Python object that keeps the slab mapped.  first_envs: the first env of each host, and num_envs at the
   // end.  obs, action: null where Python has to make the batches of observations, or to split those of actions.
   // lent: the arrays of leaves that are lent.  must_reset: the user has to reset envs whose episode has ended.
@@ -74,7 +71,6 @@ class Caller {
 
   bool closed = false;   // set by Python's close
   Ref on_closed;  // set by Python's close: what raises then, in other words than these here
-  std::pair<int64_t, int64_t> pause;  // from when until when, in ns, this process was last stopped in a wait
   bool interrupted = false;  // whether Ctrl-C, or a handler that raises, has ended a verb since something was sent
 
   uint32_t num_pending() const { return num_pending_; }
@@ -191,9 +187,7 @@ class Caller {
     bool ready;
     {
       GilReleased released;
-      const int64_t until = now_ns() + slice_ns;
       ready = wait_for_finished(slab_.bell(), target, waits_long_ ? nullptr : &awake_wait_, slice_ns);
-      if (const int64_t now = now_ns(); now > until + kPauseNs) pause = {until, now};
     }
     waits_long_ = !ready;  // a wait that took a whole slice may take many
     if (!ready) check(PyErr_CheckSignals());

@@ -308,7 +308,6 @@ void bind_caller(nb::module_& m) {
       .def_rw("closed", &Caller::closed)
       .def_prop_rw("calling", &Caller::is_calling, &Caller::set_calling)
       .def_ro("interrupted", &Caller::interrupted)
-      .def_prop_ro("pause", [](const Caller& self) { return nb::make_tuple(self.pause.first, self.pause.second); })
       .def("raise_when_closed", [](Caller& self, nb::handle raises) { self.on_closed = Ref::borrow(raises.ptr()); })
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def("require_open", &Caller::require_open);

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from muster.backends.base import (
     close_here,
     raise_local_interrupt,
 )
-from muster.backends.pooled import PooledBackend, seconds_since
+from muster.backends.pooled import PooledBackend
 from muster.envs.quiet_atari import no_banner_meanwhile
 from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
@@ -53,7 +52,7 @@ from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.big_arrays import memfd
-from muster.transport.channel import note_pause, paused_since
+from muster.transport.channel import watched_s
 from muster.transport.mail import LocalMail, Mail, SharedMail
 from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
@@ -273,7 +272,6 @@ class ProcessBackend(PooledBackend):
     # ---- watching and replacing
 
     def watch(self, waited_s: float) -> None:
-        note_pause(*(moment_ns / 1e9 for moment_ns in self.caller.pause))
         super().watch(waited_s)
         if self._options.step_timeout_s is not None:
             with self._fate():
@@ -292,10 +290,8 @@ class ProcessBackend(PooledBackend):
             records = self.slab.records[envs.start : envs.stop]
             seen = (state["since"], records["requested"].sum(), records["finished"].sum())
             if self._seen.get(host, (None, 0.0))[0] != seen:
-                self._seen[host] = seen, time.monotonic()
-            since = max(self._seen[host][1], ready_at)
-            elapsed_s = seconds_since(state["since"]) if state["doing"] else time.monotonic() - since
-            elapsed_s -= paused_since(time.monotonic() - elapsed_s)
+                self._seen[host] = seen, watched_s()
+            elapsed_s = watched_s() - max(self._seen[host][1], ready_at)
             if elapsed_s > limit_s and self._busy(host):
                 self.pool.lose(host, f"{self.nouns.step_timeout}={limit_s}", elapsed_s)
 

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -20,7 +19,7 @@ from muster.pool.environment import Surroundings, search_path
 from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
 from muster.pool.worker_process import close_all_own, disown, flush_streams, own, readable
-from muster.transport.channel import paused_since
+from muster.transport.channel import watched_s
 
 # Environment variables that native libraries read when they are loaded.
 _THREAD_VARIABLES = (
@@ -33,7 +32,7 @@ _THREAD_VARIABLES = (
 )
 # The launcher's first answer takes 0.3 s of imports, later ones only a fork.
 _ANSWER_S = 60.0
-_INTERRUPTIBLE_S = 1.0
+_INTERRUPTIBLE_S = 0.5
 
 
 class _Key(NamedTuple):
@@ -189,10 +188,10 @@ class LauncherClient:
             self._in_step = False
             socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
             self._control.sendall(body)
-            began = time.monotonic()
+            began = watched_s()
             while not readable([self._control.fileno()], _INTERRUPTIBLE_S):
                 Uninterrupted.let_through()  # ends what asks for the worker: only where that is the lesser evil
-                if time.monotonic() - began - paused_since(began) > _ANSWER_S:
+                if watched_s() - began > _ANSWER_S:
                     self._process.kill()  # stopped, or stuck: it must not start this worker later, after another one
             answer, pidfds, _, _ = socket.recv_fds(self._control, HEADER.size, 1)
             if len(answer) < HEADER.size:

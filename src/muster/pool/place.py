@@ -24,7 +24,7 @@ from muster.pool.resources import Usage, naming_limits, usage_of
 from muster.pool.worker import main
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
-from muster.transport.channel import Channel, ChannelClosed, paused_since
+from muster.transport.channel import Channel, ChannelClosed, watched_s
 from muster.worker_info import WorkerInfo
 
 # A worker's pid and pidfd, and the pipe that its exit code will come by; None where it is a child of this process.
@@ -99,7 +99,7 @@ class Place:
 
     def is_ready(self, facts: Any) -> None:
         """Notes that its resident is built."""
-        self.facts, self.starting_until, self.ready_at = facts, None, time.monotonic()
+        self.facts, self.starting_until, self.ready_at = facts, None, watched_s()
         self.usage_at_start = usage_of(self.process.pid)
 
     def heard(self) -> object:
@@ -117,12 +117,12 @@ class Place:
         if self.asked_at is None:
             return 0.0
         since = max(self.asked_at, self.ready_at, self.channel.heard_at)
-        return time.monotonic() - since - paused_since(since)
+        return watched_s() - since
 
     def start_left_s(self) -> float:
         """Seconds that its worker, which is still starting, has left; not below 0."""
         assert self.starting_until is not None
-        return max(0.0, self.starting_until + paused_since(self.launched_at) - time.monotonic())
+        return max(0.0, self.starting_until - watched_s())
 
     def died(self, doing: str) -> WorkerDied:
         """The error that reports the worker's death. doing: its last activity, in words."""

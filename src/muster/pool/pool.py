@@ -49,7 +49,7 @@ from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
 from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
-from muster.transport.channel import Channel, ChannelClosed, frame, paused_since
+from muster.transport.channel import Channel, ChannelClosed, frame, watched_s
 from muster.transport.mail import dumps
 from muster.worker_info import SEED_BITS
 
@@ -137,7 +137,7 @@ class Pool(BasePool[Place]):
         ]
         set_up = None if forks else SetUp.of_this_process(options.init)
         pickles = [b"" if forks else dumps(plan.content) for plan in self.plans]
-        began = time.monotonic()
+        began = watched_s()
         with Uninterrupted(), standard_fds():
             starting.inheritance = None if forks else Inheritance([plan.fds for plan in self.plans])
             for name in ("arrays", "logs"):
@@ -166,7 +166,7 @@ class Pool(BasePool[Place]):
             self._notice.check()
             with Uninterrupted():
                 place = self._launch(index, plan.content)
-                place.starting_until = began + options.start_timeout_s + paused_since(began)
+                place.starting_until = began + options.start_timeout_s
                 self._places.append(place)
                 self._require_place(place)
         for place in self._places:
@@ -381,7 +381,7 @@ class Pool(BasePool[Place]):
         return [(None if one.process.has_ended() else one.process.pid, one.usage_at_start) for one in [*self._places]]
 
     def ready_at(self, place: int) -> float | None:
-        """time.monotonic() of the moment at which the worker in a place was ready; None while it starts."""
+        """`watched_s` of the moment at which the worker in a place was ready; None while it starts."""
         return None if (one := self._places[place]).starts else one.ready_at
 
     # ---- replacing
@@ -423,7 +423,7 @@ class Pool(BasePool[Place]):
         place = self._places[index] = self._launch(index, successor.content)
         self._require_place(place)
         place.replaces = reason
-        place.starting_until = time.monotonic() + self._options.start_timeout_s
+        place.starting_until = watched_s() + self._options.start_timeout_s
         place.outbox.extend((Post, self.sealed(message)) for message in successor.messages)
         content = b"" if self._options.context == "fork" else dumps(successor.content)
         with contextlib.suppress(WorkerTimeout):  # the watch over its start reports that, as it does all losses

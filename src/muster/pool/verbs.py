@@ -17,6 +17,7 @@ from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Limit
 from muster.pool.resources import Usage
+from muster.transport.channel import watched_s
 
 SLICE_S = 0.05
 
@@ -144,7 +145,7 @@ class BasePool(ABC, Generic[P]):
         if to.asked_at is not None:
             raise UsageError(f"{to.name} still owes an answer; take it, or forget it, before it is asked again")
         with self.whole():
-            to.asked_at, to.limit = time.monotonic(), limit
+            to.asked_at, to.limit = watched_s(), limit
             self._send(to, Question, message, limit)
 
     def take(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from muster._core import kill_started
-from muster.transport.channel import poll
 
 # Makes faulthandler write the Python stack, even while native code holds the GIL. Not SIGUSR1: envs may use that.
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -214,7 +213,7 @@ class Poller:
 
     def ready(self, timeout_s: float) -> list[Any]:
         """The owners of the fds that are ready within the time, in the order in which they were added."""
-        return [self._owners[fd] for fd, _ in poll(self._poll, timeout_s)]
+        return [self._owners[fd] for fd, _ in self._poll.poll(timeout_s * 1000)]
 
 
 def readable(fds: Iterable[int], timeout_s: float) -> list[int]:
@@ -223,7 +222,7 @@ def readable(fds: Iterable[int], timeout_s: float) -> list[int]:
     for fd in fds:
         if fd >= 0:
             poller.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll(poller, timeout_s)]
+    return [fd for fd, _ in poller.poll(timeout_s * 1000)]
 
 
 def flush_streams() -> None:

@@ -1,7 +1,7 @@
 """Messages between the caller and one worker: everything that is not a step.
 
 They are pickles, each behind its length, over an inherited socket pair. Only the processes at its two ends can reach
-it. Here are also the waits of the caller, and the pauses: times for which it was stopped in one.
+it. Here is also the clock of the caller's limits.
 """
 
 from __future__ import annotations
@@ -26,39 +26,22 @@ _LEAST_BYTES, _CHUNK_BYTES = 1 << 13, 1 << 20
 # Fds for one call of sendmsg; the kernel takes at most 253.
 _FDS_AT_ONCE = 250
 _ANCILLARY_BYTES = socket.CMSG_LEN(_FDS_AT_ONCE * array("i").itemsize)
-# A wait that ends so much later than it should was stopped, with all of this process.
-_PAUSE_S = 0.5
+# Who waits looks every 50 ms, on a busy machine more rarely. Who takes longer does not wait, or was stopped.
+_LONGEST_LOOK_S = 0.5
 
-_pauses: list[tuple[float, float]] = []  # in order; they do not overlap
+_looked_at = _watched_s = 0.0
 
 
-def note_pause(began: float, ended: float) -> None:
-    """Notes that this process did not run from one moment to another, by time.monotonic(), unless that was short.
+def watched_s() -> float:
+    """Seconds for which this process has waited for others, and looked every now and then: the clock of all limits.
 
     Whoever stops a machine, a container or a group of processes stops the workers, too: no limit counts the time.
     """
-    if _pauses:  # threads wait at the same time
-        began = max(began, _pauses[-1][1])
-    if ended - began > _PAUSE_S:
-        _pauses.append((began, ended))
-
-
-def paused_since(moment: float) -> float:
-    """Seconds since a moment for which this process was stopped while it waited."""
-    paused_s = 0.0
-    for began, ended in reversed(_pauses):
-        if ended <= moment:
-            break
-        paused_s += ended - max(began, moment)
-    return paused_s
-
-
-def poll(poller: select.poll, timeout_s: float) -> list[tuple[int, int]]:
-    """As ``poller.poll``; notes a pause meanwhile."""
-    until = time.monotonic() + timeout_s
-    ready = poller.poll(timeout_s * 1000)
-    note_pause(until, time.monotonic())
-    return ready
+    global _looked_at, _watched_s
+    now = time.monotonic()
+    _watched_s += min(now - _looked_at, _LONGEST_LOOK_S)
+    _looked_at = now
+    return _watched_s
 
 
 class ChannelClosed(Exception):
@@ -89,7 +72,7 @@ class Channel:
         self._is_sending = False
         self.is_halfway = False  # whether half a message is on its way
         self._reader: int | None = None  # the thread that receives
-        self.heard_at = 0.0  # time.monotonic() of the last bytes received
+        self.heard_at = 0.0  # watched_s() of the last bytes received
         end.setblocking(watch is None)
 
     def fileno(self) -> int:
@@ -139,14 +122,14 @@ class Channel:
         TimeoutError is raised if the message has not arrived as a whole within `timeout_s`; the part that has arrived
         is kept for the next call; and where another thread receives.
         """
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else watched_s() + timeout_s
         reader = threading.get_ident()
         if self._reader not in (None, reader):
             raise TimeoutError
         outer, self._reader = self._reader, reader
         try:
             while not (end := self._fill()):
-                left_s = max(0.0, deadline - time.monotonic())
+                left_s = max(0.0, deadline - watched_s())
                 if left_s == 0.0 or not self._poll(select.POLLIN, left_s):
                     raise TimeoutError
             received = self._received
@@ -188,17 +171,17 @@ class Channel:
             self._received += part
             for _, _, rights in ancillary:
                 self._received_fds += array("i", rights)
-            self.heard_at = time.monotonic()
+            self.heard_at = watched_s()
 
     def _poll(self, event: int, timeout_s: float | None) -> bool:
         """Whether `event` occurs within `timeout_s`. Raises what `watch` raises."""
         poller = select.poll()
         poller.register(self._socket, event)
         began = time.monotonic()
-        deadline = began + (math.inf if timeout_s is None else timeout_s)
+        deadline = math.inf if timeout_s is None else watched_s() + timeout_s
         while True:
-            left_s = max(0.0, deadline + paused_since(began) - time.monotonic())
-            if poll(poller, min(left_s, _SLICE_S)):
+            left_s = max(0.0, deadline - watched_s())
+            if poller.poll(min(left_s, _SLICE_S) * 1000):
                 return True
             if left_s == 0.0:
                 return False

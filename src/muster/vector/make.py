@@ -87,7 +87,8 @@ def make_vec(
         ``metadata["one_per_process"] = True``.
     caller_steps: the calling process steps some of the envs instead of sleeping, one where each env has a process of
         its own; if one of these crashes, so does it.
-    start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step``.
+    start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step``. What counts is the
+        time for which the caller waits: a step that hangs while nobody waits is ended one limit after a wait begins.
     close_timeout: seconds that ``close()`` waits for each env's own ``close()``, which may have a video to finish; None
         waits as long as that takes. After 5 s a line says which envs are still closing; Ctrl-C ends the wait. Workers
         that are too slow are killed, with a RuntimeWarning. Envs that the caller steps itself cannot be cut off.
