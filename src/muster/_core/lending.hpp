@@ -38,34 +38,31 @@ class OwnPages {
 
   static void before_fork() {
     mutex_.lock();
-    for (OwnPages* pages : all_) pages->copy();
+    for (OwnPages* one : all_) {
+      one->copy_ = mmap(nullptr, one->size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (one->copy_ != MAP_FAILED)
+        std::memcpy(one->copy_, one->start_, one->size_);
+      else
+        one->are_shared_ = true;
+    }
   }
   // Where the fork failed, too.
   static void after_in_parent() {
-    for (OwnPages* pages : all_)
-      if (pages->copy_ != MAP_FAILED) munmap(pages->copy_, pages->size_);
+    for (OwnPages* one : all_)
+      if (one->copy_ != MAP_FAILED) munmap(one->copy_, one->size_);
     mutex_.unlock();
   }
+  // The copies take the place of the shared memory, into which workers go on writing.
   static void after_in_child() {
-    std::erase_if(all_, [](OwnPages* pages) { return pages->put_copy(); });
+    for (OwnPages* one : all_)
+      if (one->copy_ != MAP_FAILED &&
+          mremap(one->copy_, one->size_, one->size_, MREMAP_MAYMOVE | MREMAP_FIXED, one->start_) == MAP_FAILED)
+        std::abort();
+    all_.clear();
     mutex_.unlock();
   }
 
  private:
-  void copy() {
-    copy_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (copy_ == MAP_FAILED)
-      are_shared_ = true;
-    else
-      std::memcpy(copy_, start_, size_);
-  }
-  // Whether there is a copy, which takes the place of the shared memory: workers go on writing into that.
-  bool put_copy() {
-    if (copy_ == MAP_FAILED) return false;
-    if (mremap(copy_, size_, size_, MREMAP_MAYMOVE | MREMAP_FIXED, start_) == MAP_FAILED) std::abort();
-    return true;
-  }
-
   inline static std::mutex mutex_;
   inline static std::vector<OwnPages*> all_;
   void* start_;

@@ -262,13 +262,13 @@ def doing_in(slab: Slab, host: int, busy: Sequence[int]) -> str:
     state = slab.host(host)
     if state["doing"] != Doing.NOTHING:
         words = {Doing.STEPPING: "in step", Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
-        return f"{words[state['doing']]} of env {state['env_index']} for {seconds_since(state['since']):.3g} s"
+        return f"{words[state['doing']]} of env {state['env_index']} for {_seconds_since(state['since']):.3g} s"
     if busy:
         return f"about to step envs {', '.join(map(str, busy))}"
     return "waiting for the caller"
 
 
-def seconds_since(moment: int) -> float:
+def _seconds_since(moment: int) -> float:
     """Seconds since a moment of the core's clock."""
     now_ns, now = time.monotonic_ns(), ticks()
     per_second = (now - _STARTED[1]) / max(1, now_ns - _STARTED[0]) * 1e9

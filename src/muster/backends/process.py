@@ -284,8 +284,8 @@ class ProcessBackend(PooledBackend):
             if (ready_at := self.pool.ready_at(host)) is None:
                 continue
             state = self.slab.host(host)
-            # A worker that has been stopped (SIGSTOP) between two steps shows NOTHING as its state, although it owes an
-            # answer. Then the time counts for which its state and records have not changed.
+            # The time counts for which state and records have not changed. A worker that has been stopped (SIGSTOP)
+            # between two steps shows NOTHING as its state, although it owes an answer.
             envs = self.envs_of(host)
             records = self.slab.records[envs.start : envs.stop]
             seen = (state["since"], records["requested"].sum(), records["finished"].sum())
