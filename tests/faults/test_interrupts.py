@@ -168,7 +168,7 @@ def test_after_a_ctrl_c_in_a_multi_collector_the_next_rollout_is_right(asked: st
         collector.rollout()
         state = collector.state_dict()
         ASKED[asked](collector, state)
-        for moment in itertools.count(15, every):  # before that a call has not begun
+        for moment in itertools.count(18, every):  # before that a call has not begun
             collector.call("echo", 1.0)  # batches that were begun are ready
             batches, interruption = collector.batches, Interruption(moment)
             if not interruption.run(ASKED[asked], collector, state):
