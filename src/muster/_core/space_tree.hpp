@@ -46,6 +46,7 @@ struct ObsPlace {
   size_t env;
   bool final;
   size_t lent_shift;
+  bool* has_int;  // gets true where a Discrete space's value is an int of Python's
 };
 
 class ObsNode {
@@ -72,7 +73,7 @@ class ObsNode {
   void write(PyObject* value, const ObsPlace& place, PyObject* objects) const {
     switch (kind_) {
       case Kind::kArray: return write_array(value, row(place));
-      case Kind::kInteger: return write_integer(value, row(place));
+      case Kind::kInteger: *place.has_int |= bool(PyLong_CheckExact(value)); return write_integer(value, row(place));
       case Kind::kDict: return write_dict(value, place, objects);
       case Kind::kTuple:
       case Kind::kStack: return write_tuple(value, place, objects);

@@ -214,7 +214,8 @@ class Stepper {
     const bool over = terminated || truncated;
     const bool reset_now = over && autoreset_ == Autoreset::kSameStep;
 
-    write_obs(PyTuple_GET_ITEM(result.get(), 0), i, reset_now, reset_now ? final_objects_ : objects_);
+    const bool has_int =
+        write_obs(PyTuple_GET_ITEM(result.get(), 0), i, reset_now, reset_now ? final_objects_ : objects_);
     uint32_t& schema = reset_now ? record.final_schema : record.info_schema;
     schema = write_info(info.get(), i, reset_now ? kFinalInfo : kStepInfo, reset_now ? final_objects_ : objects_);
 
@@ -233,7 +234,7 @@ class Stepper {
       final_objects_ = checked(PyObject_CallMethod(env_host_, "own", "O", final_objects_.get()));
     }
     store_reset_rows(call_reset(i), i, record);
-    record.has_final = 1;
+    record.has_final = has_int ? 2 : 1;
     record.needs_reset = 0;
   }
 
@@ -268,14 +269,17 @@ class Stepper {
     record.info_schema = write_info(PyTuple_GET_ITEM(result.get(), 1), i, kStepInfo, objects_);
   }
 
-  void write_obs(PyObject* obs, uint32_t i, bool final, Ref& objects) {
+  // Returns whether a Discrete space's value is an int of Python's.
+  bool write_obs(PyObject* obs, uint32_t i, bool final, Ref& objects) {
+    bool has_int = false;
     const uint32_t env = first_env_ + i;
-    const ObsPlace place{slab_.base, env, final, slab_.obs_block_shift(slab_.records[env].obs_block)};
+    const ObsPlace place{slab_.base, env, final, slab_.obs_block_shift(slab_.records[env].obs_block), &has_int};
     obs_.write(obs, place, objects.get());
     if (check_finite_ && !obs_.finite(place)) {
       PyErr_Format(PyExc_ValueError, "the observation holds NaN or infinity (check_finite=True): %.500R", obs);
       throw PythonError{};
     }
+    return has_int;
   }
 
   uint32_t write_info(PyObject* info, uint32_t i, InfoRow which, const Ref& objects) {

@@ -440,9 +440,10 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return ids, obs, rewards, terminated, truncated, infos, unusual
 
     def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any], reader: InfoReader) -> None:
-        for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
+        has_final, rows = self._records["has_final"][ids], self._backend.slab.final_obs
+        for row in np.flatnonzero(has_final).tolist():
             env = int(ids[row])
-            final_obs = self._obs.single(self._backend.slab.final_obs, env, objects[row])
+            final_obs = self._obs.single(rows, env, objects[row], ints=has_final[row] == 2)
             reader.add_final(infos, final_obs, reader.final(env, objects[row]), row, len(ids))
 
     def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
