@@ -17,7 +17,8 @@ class Recovery {
   Recovery(const SlabLayout& slab, const std::vector<SlabRows>& leaves, const std::vector<uint32_t>& first_envs,
            const std::vector<uint8_t>& pending)
       : slab_(slab), first_envs_(first_envs), pending_(pending), records_(slab.num_envs * kKeptBytes) {
-    for (const SlabRows& rows : leaves) leaves_.push_back({rows, std::vector<char>(rows.row_bytes * slab.num_envs)});
+    for (const SlabRows& rows : leaves)
+      if (rows.row_bytes) leaves_.push_back({rows, std::vector<char>(rows.row_bytes * slab.num_envs)});
   }
 
   // Keeps the rows and the record of `env` as they are now, before the env is sent to.
