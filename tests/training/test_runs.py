@@ -78,6 +78,7 @@ def test_tensorboard_shows_what_the_csv_holds_by_the_names_of_cleanrl(tmp_path: 
     assert len(events.Tags()["scalars"]) == len(rows[0]) - 1  # all but the steps
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a callback is lost
 @pytest.mark.timeout(60, method="thread")  # SIGALRM, which would be the other method's, interrupts the writing
 def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_path: Path):
     losses = [f"losses/{name}" for name in "abc"]
@@ -89,7 +90,7 @@ def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_
             for attempt in range(300):
                 with contextlib.suppress(KeyboardInterrupt):
                     signal.setitimer(signal.ITIMER_REAL, 0.0005 + attempt * 3e-6)
-                    for _ in range(1000):  # more than the alarm lets it; an interrupt in a callback of gc is lost
+                    for _ in range(1000):  # more than the alarm lets it
                         step += 1
                         folder.append_metrics({"steps": step}, dict.fromkeys(losses, float(step)))
     finally:
