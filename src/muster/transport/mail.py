@@ -20,8 +20,9 @@ from muster.pickling.functools_pickling import dumps as by_value
 
 _BOX_BYTES = 1 << 32  # lengths are uint32
 
-# The boxes take turns in the file, a chunk each: a limit of its size (`ulimit -f`) then counts what is written.
-_CHUNK_BYTES = 1 << 14
+# The boxes take turns in the file: a limit of its size (`ulimit -f`) then counts what is written. First come short
+# chunks, as most messages are short; longer ones after that cost long messages few calls.
+_FIRST_BYTES, _CHUNK_BYTES = 1 << 14, 1 << 20
 
 
 class Mail(Protocol):
@@ -115,8 +116,11 @@ class SharedMail:
 
     def _place(self, box: int, at: int) -> tuple[int, int]:
         """The place in the file of what lies at `at` in a box, and the bytes of the box that follow there."""
-        chunk, inside = divmod(at, _CHUNK_BYTES)
-        return (chunk * self._num_boxes + box) * _CHUNK_BYTES + inside, _CHUNK_BYTES - inside
+        if at < _FIRST_BYTES:
+            return box * _FIRST_BYTES + at, _FIRST_BYTES - at
+        chunk, inside = divmod(at - _FIRST_BYTES, _CHUNK_BYTES)
+        place = self._num_boxes * _FIRST_BYTES + (chunk * self._num_boxes + box) * _CHUNK_BYTES + inside
+        return place, _CHUNK_BYTES - inside
 
     def _open_fd(self) -> int:
         if self._fd < 0:
