@@ -29,8 +29,6 @@ EXCEPTED: dict[str, tuple[set[str], str]] = {
     "interop/torchrl/libs.py": ({"RuntimeError"}, "TorchRL's, in its words"),
     "transport/channel.py": ({"ChannelClosed", "TimeoutError"}, "a channel's: backends and workers explain them"),
     "hosts/env_resident.py": ({"HostFailed"}, "stays between the two ends of a pool: the backend raises its failure"),
-    "hosts/threads.py": ({"BlockingIOError"}, "stays in the file: the error names its limit"),
-    "pool/inherit_in_worker.py": ({"OSError"}, "stays in the file: the error names its limit"),
     "hosts/trial.py": ({"TrialFailed"}, "stays in the file: the trial's outcome says how it ended"),
     "pool/pool.py": ({"ChannelClosed"}, "stays in the file: the worker is lost"),
     "pool/launcher.py": ({"OSError"}, "stays in the folder: the errno goes to the caller"),

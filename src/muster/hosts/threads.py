@@ -26,7 +26,7 @@ from muster.pool.deaths import NOUNS
 from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Post, Question, Ready
 from muster.pool.place import Limit, Plan
-from muster.pool.resources import Usage, naming_limits, usage_of
+from muster.pool.resources import Usage, limit_reached, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.worker import Here, Resident, serve
 from muster.worker_info import worker_info_context
@@ -134,9 +134,8 @@ class ThreadPool(BasePool[_Thread]):
         return facts
 
     def _start_thread(self, one: _Thread) -> None:
-        with naming_limits(f"{one.name}, of {len(self._places)}, could not start"):
-            if not starts(one.thread):
-                raise BlockingIOError(errno.EAGAIN, "no thread can start")
+        if not starts(one.thread):
+            raise limit_reached(errno.EAGAIN, f"{one.name}, of {len(self._places)}, could not start")
 
     def _too_slow(self, one: _Thread, doing: str) -> Exception:
         return WorkerTimeout(one.name, doing, f"start_timeout={self._start_timeout_s} s")

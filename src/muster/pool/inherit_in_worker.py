@@ -12,7 +12,7 @@ from typing import Any
 
 from muster.pickling.shared_pickling import use_tracker
 from muster.pool.messages import Inherited
-from muster.pool.resources import naming_limits
+from muster.pool.resources import limit_reached
 
 _log = logging.getLogger("muster")
 
@@ -22,8 +22,7 @@ _FLUSH_S = 5.0
 def take_over(inherited: Inherited, fds: Sequence[int]) -> Sequence[int]:
     """Makes this worker the heir of its caller; returns the fds for the recipes. Raises LimitReached."""
     if len(fds) < inherited.num_fds + inherited.has_tracker:
-        with naming_limits("this worker could not take the files of its recipes"):
-            raise OSError(errno.EMFILE, "files are missing")
+        raise limit_reached(errno.EMFILE, "this worker could not take the files of its recipes")
     if inherited.has_tracker:
         use_tracker(fds[-1])
     if inherited.authkey is not None:

@@ -162,6 +162,11 @@ def naming_limits(failed: str) -> Iterator[None]:
         raise LimitReached(error.errno, f"{failed}: {found}") from error
 
 
+def limit_reached(number: int, failed: str) -> LimitReached:
+    """The error of `naming_limits` where no system call has said that code itself."""
+    return LimitReached(number, f"{failed}: {limit(number)}")
+
+
 def _folders_v1(controller: str) -> list[Path]:
     """The cgroups of version 1 whose limits count here, of one controller."""
     folders: list[Path] = []
