@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 from muster._core import Command, InfoSchema, Status
 from muster.backends.base import Attributes, Backend
 from muster.hosts.failures import Failure
-from muster.hosts.requests import Restart
+from muster.hosts.requests import Restart, with_attribute
 from muster.introspection import caller_stacklevel
 from muster.pool.closing import AT_ONCE
 from muster.pool.place import Budget
@@ -80,10 +80,8 @@ class Recovery:
         for env, value in enumerate(values):
             if id(value) not in kept:
                 kept[id(value)] = self._backend.kept(value, f"values[{env}]")
-        before, self._attributes = self._attributes, [{**attributes} for attributes in self._attributes]
-        for attributes, value in zip(self._attributes, values, strict=True):
-            attributes.pop(name, None)  # set last, so to be set again last: setters may touch others
-            attributes[name] = kept[id(value)]
+        before = self._attributes
+        self._attributes = [with_attribute(before[env], name, kept[id(value)]) for env, value in enumerate(values)]
         results = self._backend.set_attr(name, values)
         for env in [env for env, failure in enumerate(results) if failure is not None]:
             self._attributes[env] = before[env]

@@ -156,6 +156,11 @@ class SetAgain(Message):
     attributes: Mapping[int, Mapping[str, Any]]
 
 
+def with_attribute(attributes: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """Attributes to be set again, one more among them: the last, as it was set last, since setters may touch others."""
+    return {**{other: one for other, one in attributes.items() if other != name}, name: value}
+
+
 @dataclass(eq=False)
 class Call(Message):
     """Calls a method, or reads an attribute, of every env. arguments: those of `EnvHost.call`."""

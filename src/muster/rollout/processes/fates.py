@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,14 +36,6 @@ class Fates(Hooks):
         self.attributes: list[dict[str, SetAttr]] = [{} for _ in plans]
         self.counts, self._counts_before = np.zeros((2, len(plans), len(COUNTS)), np.int64)
         self.replaced = [0] * len(plans)
-
-    def keep_attribute(self, name: str, requests: Mapping[int, SetAttr]) -> list[dict[str, SetAttr]]:
-        """Keeps what is to be set in the next replicas, by collector; returns `attributes` as they were."""
-        before, self.attributes = self.attributes, [{**attributes} for attributes in self.attributes]
-        for place, request in requests.items():
-            self.attributes[place].pop(name, None)  # set last, so to be set again last: setters may touch others
-            self.attributes[place][name] = request
-        return before
 
     def successor(self, place: int, reason: str) -> Successor:
         """Counts a replica as gone; returns who comes next. Raises WorkerError where that was one too many."""

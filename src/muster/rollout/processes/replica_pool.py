@@ -20,7 +20,7 @@ from torch import Tensor
 from muster.backends.process import ENV_PRELOADS, with_hints
 from muster.errors import ClosedError, SpecMismatch
 from muster.hosts.recipe_plans import Recipes, plans_of
-from muster.hosts.requests import Call, Packed, SetAttr, opened, packed
+from muster.hosts.requests import Call, Packed, SetAttr, opened, packed, with_attribute
 from muster.introspection import caller_stacklevel
 from muster.pickling import named_arguments
 from muster.pool.closing import close_abandoned
@@ -238,10 +238,12 @@ class ReplicaPool:
         for k, (first, last) in enumerate(itertools.pairwise(self._firsts)):
             parts = {f"values[{env}]": values[env] for env in range(first, last)}
             requests[k] = SetAttr(self._packed((name, list(values[first:last])), parts))
-        before = self._fates.keep_attribute(name, requests)  # first: a replica may die meanwhile
+        before = self._fates.attributes
+        now = [with_attribute(before[k], name, request) for k, request in requests.items()]
+        self._fates.attributes = now  # first: a replica may die meanwhile
         answers = self._ask(requests, f"answering set_attr({name!r})")
         refused = {k: answer for k, answer in answers.items() if isinstance(answer, Raised)}
-        self._fates.attributes = [before[k] if k in refused else now for k, now in enumerate(self._fates.attributes)]
+        self._fates.attributes = [before[k] if k in refused else now[k] for k in self._collectors]
         self._raise_first(refused)
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
