@@ -28,7 +28,8 @@ struct alignas(kCacheLine) EnvRecord {
   bool terminated;
   bool truncated;
   bool needs_reset;       // the last row ended an episode and no reset followed
-  uint8_t has_final;      // same_step: 1 where the final rows belong to this step; 2 with ints of Python's among them
+  bool has_final;         // same_step: the final rows belong to this step
+  bool final_has_int;     // same_step: a Discrete space's value in them was an int of Python's
   bool episode_over;      // the counts below are of a finished episode
   uint32_t info_schema;   // 0: no info
   uint32_t final_schema;  // same_step: schema of the final step's info

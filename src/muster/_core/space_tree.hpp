@@ -73,7 +73,7 @@ class ObsNode {
   void write(PyObject* value, const ObsPlace& place, PyObject* objects) const {
     switch (kind_) {
       case Kind::kArray: return write_array(value, row(place));
-      case Kind::kInteger: *place.has_int |= bool(PyLong_CheckExact(value)); return write_integer(value, row(place));
+      case Kind::kInteger: *place.has_int |= bool(PyLong_CheckExact(value)), write_integer(value, row(place)); return;
       case Kind::kDict: return write_dict(value, place, objects);
       case Kind::kTuple:
       case Kind::kStack: return write_tuple(value, place, objects);

@@ -214,7 +214,7 @@ class Stepper {
     const bool over = terminated || truncated;
     const bool reset_now = over && autoreset_ == Autoreset::kSameStep;
 
-    const bool has_int =
+    record.final_has_int =
         write_obs(PyTuple_GET_ITEM(result.get(), 0), i, reset_now, reset_now ? final_objects_ : objects_);
     uint32_t& schema = reset_now ? record.final_schema : record.info_schema;
     schema = write_info(info.get(), i, reset_now ? kFinalInfo : kStepInfo, reset_now ? final_objects_ : objects_);
@@ -234,7 +234,7 @@ class Stepper {
       final_objects_ = checked(PyObject_CallMethod(env_host_, "own", "O", final_objects_.get()));
     }
     store_reset_rows(call_reset(i), i, record);
-    record.has_final = has_int ? 2 : 1;
+    record.has_final = 1;
     record.needs_reset = 0;
   }
 

@@ -181,7 +181,7 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         return about
 
     def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any], reader: InfoReader) -> None:
-        ended = self._records["has_final"][ids] != 0
+        ended = self._records["has_final"][ids].copy()
         if not ended.any():
             return
 

@@ -440,10 +440,10 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return ids, obs, rewards, terminated, truncated, infos, unusual
 
     def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any], reader: InfoReader) -> None:
-        has_final, rows = self._records["has_final"][ids], self._backend.slab.final_obs
-        for row in np.flatnonzero(has_final).tolist():
+        final_rows, has_int = self._backend.slab.final_obs, self._records["final_has_int"]
+        for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
             env = int(ids[row])
-            final_obs = self._obs.single(rows, env, objects[row], ints=has_final[row] == 2)
+            final_obs = self._obs.single(final_rows, env, objects[row], ints=bool(has_int[env]))
             reader.add_final(infos, final_obs, reader.final(env, objects[row]), row, len(ids))
 
     def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
