@@ -9,6 +9,8 @@ import contextlib
 import itertools
 import random
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 import muster
 from interrupting import Interruption
 from muster import MultiCollector
+from muster.pickling.probe import attempt
 from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)
@@ -133,6 +136,21 @@ def test_after_a_ctrl_c_as_a_vector_env_begins_or_ends_nothing_is_left(how: str,
     counting.run(LIVES[life](options))
     for moment in random.Random(0).sample(range(counting.num_moments), 4 if how == "spawn" else 8):
         Interruption(moment).run(LIVES[life](options))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # callbacks of weakrefs lose it
+def test_after_a_ctrl_c_at_any_moment_of_a_pickling_its_thread_ends() -> None:
+    before = set(threading.enumerate())
+    attempt([], silence_s=5.0)  # with all that is imported at the first call
+    for moment in itertools.count():
+        interruption = Interruption(moment)
+        if not interruption.run(lambda: attempt([], silence_s=5.0)):
+            break
+        late = time.monotonic() + 5.0
+        while set(threading.enumerate()) - before:
+            assert time.monotonic() < late, interruption.where
+            time.sleep(0.0001)
+    assert moment > 100
 
 
 class Constant(torch.nn.Module):

@@ -17,9 +17,9 @@ from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, HostFailed, to_exception
 from muster.hosts.requests import Attach, Call, EnvCall, HostOptions, ResetArguments, Restart, SetAttr
 from muster.pickling import named_arguments
+from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
-from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Failed
 from muster.pool.place import Limit
 from muster.pool.resources import Usage, naming_limits

@@ -38,9 +38,9 @@ from muster.hosts.requests import (
 )
 from muster.introspection import type_name
 from muster.pickling import UserCall
+from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher_client import standard_fds
 from muster.pool.place import Limit
 from muster.pool.pool import Pool

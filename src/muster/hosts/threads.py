@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from muster.errors import WorkerDied, WorkerTimeout
+from muster.pickling.interrupts import Uninterrupted
 from muster.pickling.probe import starts
 from muster.pool.closing import AT_ONCE, CloseLimits, CloseNotice, CloseProgress, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
-from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Post, Question, Ready
 from muster.pool.place import Limit, Plan
 from muster.pool.resources import Usage, limit_reached, usage_of

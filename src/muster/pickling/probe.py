@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from muster.pickling import functools_pickling
+from muster.pickling.interrupts import Uninterrupted
 from muster.pickling.kinds import kind_of
 from muster.pickling.main_module import OWN_PARTS
 from muster.pickling.shared_pickling import reduction_of_memory, reduction_of_shared, spawning
@@ -107,7 +108,8 @@ def starts(thread: threading.Thread) -> bool:
         del task
         if said.get(timeout=_BEGIN_S) is ended:
             return False
-        thread.start()
+        with Uninterrupted():  # else `Thread.start` may leave a lock held that the thread's beginning needs
+            thread.start()
     except (RuntimeError, queue.Empty):
         return False
     return True

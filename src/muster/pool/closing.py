@@ -14,7 +14,7 @@ from typing import Any
 from muster.arguments import seconds
 from muster.errors import CannotTravel, WorkerName
 from muster.introspection import caller_stacklevel
-from muster.pool.interrupts import Uninterrupted
+from muster.pickling.interrupts import Uninterrupted
 from muster.pool.messages import Answer, Closed, Closing, Failed, Progress, Ready, Unpacking, expect
 from muster.pool.notices import say
 from muster.pool.place import Place

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from muster._core import set_death_signal, set_process_name
+from muster.pickling.interrupts import Uninterrupted
 from muster.pool.environment import Surroundings, search_path
-from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
 from muster.pool.worker_process import close_all_own, disown, flush_streams, own, readable
 from muster.transport.channel import watched_s

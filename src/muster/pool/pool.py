@@ -21,11 +21,11 @@ from typing import Any
 
 from muster.errors import CannotTravel, UnknownMessage, UsageError, WorkerError, WorkerTimeout
 from muster.introspection import caller_stacklevel
+from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Surroundings, changed, changes_of
 from muster.pool.inherit_in_caller import Inheritance
-from muster.pool.interrupts import Uninterrupted
 from muster.pool.launcher_client import LauncherOfPool, standard_fds, worker_environment
 from muster.pool.logs import LogInbox
 from muster.pool.messages import (

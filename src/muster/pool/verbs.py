@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from muster.errors import ClosedError, UsageError, WorkerName
+from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
-from muster.pool.interrupts import Uninterrupted
 from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Limit
 from muster.pool.resources import Usage
