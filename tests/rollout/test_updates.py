@@ -258,8 +258,11 @@ def test_tensors_that_lie_in_no_one_place_are_no_obstacle(make):
         collector.rollout()
         given = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
         given["layer.weight"] = torch.ones(2, 2)
+        if "graph" in given:
+            given["graph"] = 7 * given["graph"]
         collector.update_policy_weights_(given)
         assert policy.layer.weight.eq(1).all()
+        assert "graph" not in given or policy.graph.to_dense().diagonal().eq(7).all()
 
 
 def test_averages_are_cast_as_they_are_by_torch():

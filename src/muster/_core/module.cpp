@@ -198,9 +198,9 @@ void bind_numbers(nb::module_& m) {
 #define FIELD(name) nb::make_tuple(#name, kFormat<decltype(EnvRecord::name)>, offsetof(EnvRecord, name))
   m.attr("RECORD_FIELDS") = nb::make_tuple(
       FIELD(requested), FIELD(finished), FIELD(command), FIELD(status), FIELD(terminated), FIELD(truncated),
-      FIELD(needs_reset), FIELD(has_final), FIELD(final_has_int), FIELD(episode_over), FIELD(info_schema), FIELD(final_schema),
+      FIELD(needs_reset), FIELD(has_final), FIELD(episode_over), FIELD(info_schema), FIELD(final_schema),
       FIELD(mail_bytes), FIELD(restarts), FIELD(reward), FIELD(episode_return), FIELD(episode_length),
-      FIELD(obs_block));
+      FIELD(obs_block), FIELD(final_ints));
 #undef FIELD
   m.attr("RECORD_BYTES") = sizeof(EnvRecord);
   m.attr("HOST_BYTES") = sizeof(HostRecord);

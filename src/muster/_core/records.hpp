@@ -29,7 +29,6 @@ struct alignas(kCacheLine) EnvRecord {
   bool truncated;
   bool needs_reset;       // the last row ended an episode and no reset followed
   bool has_final;         // same_step: the final rows belong to this step
-  bool final_has_int;     // same_step: a Discrete space's value in them was an int of Python's
   bool episode_over;      // the counts below are of a finished episode
   uint32_t info_schema;   // 0: no info
   uint32_t final_schema;  // same_step: schema of the final step's info
@@ -38,7 +37,8 @@ struct alignas(kCacheLine) EnvRecord {
   double reward;
   double episode_return;
   int64_t episode_length;
-  uint32_t obs_block;  // the block of observation rows to which this env's lent leaves are written
+  uint32_t obs_block;   // the block of observation rows to which this env's lent leaves are written
+  uint32_t final_ints;  // same_step: which values of Discrete spaces in the final rows were ints, see `Ints`
 
   // For the caller.
   void request() { requested.store(requested.load(std::memory_order_relaxed) + 1, std::memory_order_release); }

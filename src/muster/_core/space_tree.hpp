@@ -39,6 +39,17 @@ inline bool same_layout(PyArrayObject* array, int type_num, const Shape& shape) 
 
 // ---- observations: Python -> slab
 
+// Which of the values of Discrete spaces, in the order of the space's leaves, are ints of Python's: a bit for each of
+// the first 32.
+struct Ints {
+  uint32_t bits = 0;
+  unsigned count = 0;
+
+  void add(PyObject* value) {
+    if (count < 32) bits |= uint32_t(PyLong_CheckExact(value)) << count++;
+  }
+};
+
 // The place that one env's observation is written to. final: whether that is the env's final rows.  lent_shift: the
 // bytes from block 0 to the block that leaves that are lent are written to, see lending.hpp.
 struct ObsPlace {
@@ -46,7 +57,7 @@ struct ObsPlace {
   size_t env;
   bool final;
   size_t lent_shift;
-  bool* has_int;  // gets true where a Discrete space's value is an int of Python's
+  Ints* ints;
 };
 
 class ObsNode {
@@ -73,7 +84,7 @@ class ObsNode {
   void write(PyObject* value, const ObsPlace& place, PyObject* objects) const {
     switch (kind_) {
       case Kind::kArray: return write_array(value, row(place));
-      case Kind::kInteger: *place.has_int |= bool(PyLong_CheckExact(value)), write_integer(value, row(place)); return;
+      case Kind::kInteger: place.ints->add(value), write_integer(value, row(place)); return;
       case Kind::kDict: return write_dict(value, place, objects);
       case Kind::kTuple:
       case Kind::kStack: return write_tuple(value, place, objects);

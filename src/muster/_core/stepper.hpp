@@ -214,7 +214,7 @@ class Stepper {
     const bool over = terminated || truncated;
     const bool reset_now = over && autoreset_ == Autoreset::kSameStep;
 
-    record.final_has_int =
+    record.final_ints =
         write_obs(PyTuple_GET_ITEM(result.get(), 0), i, reset_now, reset_now ? final_objects_ : objects_);
     uint32_t& schema = reset_now ? record.final_schema : record.info_schema;
     schema = write_info(info.get(), i, reset_now ? kFinalInfo : kStepInfo, reset_now ? final_objects_ : objects_);
@@ -269,17 +269,17 @@ class Stepper {
     record.info_schema = write_info(PyTuple_GET_ITEM(result.get(), 1), i, kStepInfo, objects_);
   }
 
-  // Returns whether a Discrete space's value is an int of Python's.
-  bool write_obs(PyObject* obs, uint32_t i, bool final, Ref& objects) {
-    bool has_int = false;
+  // Returns the bits of `Ints`.
+  uint32_t write_obs(PyObject* obs, uint32_t i, bool final, Ref& objects) {
+    Ints ints;
     const uint32_t env = first_env_ + i;
-    const ObsPlace place{slab_.base, env, final, slab_.obs_block_shift(slab_.records[env].obs_block), &has_int};
+    const ObsPlace place{slab_.base, env, final, slab_.obs_block_shift(slab_.records[env].obs_block), &ints};
     obs_.write(obs, place, objects.get());
     if (check_finite_ && !obs_.finite(place)) {
       PyErr_Format(PyExc_ValueError, "the observation holds NaN or infinity (check_finite=True): %.500R", obs);
       throw PythonError{};
     }
-    return has_int;
+    return ints.bits;
   }
 
   uint32_t write_info(PyObject* info, uint32_t i, InfoRow which, const Ref& objects) {

@@ -111,10 +111,12 @@ def copies_into(policy: object, weights: Mapping[str, Tensor]) -> Copies:
 def copy_all(copies: Copies) -> None:
     """Makes all copies in one call of torch's, which Ctrl-C and other handlers of signals cannot end halfway.
 
-    Detached, and not without gradients: an interrupt at the edge of `torch.no_grad` leaves them off.
+    Detached, and not without gradients: an interrupt at the edge of `torch.no_grad` leaves them off. Buffers are copied
+    into as they are: a sparse one would get new memory, of which only its detached shell knew.
     """
     if copies:
-        torch._foreach_copy_([tensor.detach() for tensor, _ in copies], [value.detach() for _, value in copies])
+        to = [tensor.detach() if tensor.requires_grad else tensor for tensor, _ in copies]
+        torch._foreach_copy_(to, [value.detach() for _, value in copies])
 
 
 def is_same_memory(mine: Tensor, other: Tensor) -> bool:

@@ -59,8 +59,8 @@ class Node:
         """The values of several envs, batched as Gymnasium batches them."""
         raise NotImplementedError
 
-    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: bool) -> Any:
-        """One env's value, in memory of its own. ints: whether a Discrete space's is an int of Python's."""
+    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: Iterator[bool]) -> Any:
+        """One env's value, in memory of its own. ints: for each Discrete space whether its value is an int."""
         raise NotImplementedError
 
     def write_batch(self, value: Any, rows: Rows, ids: Array | slice, count: int, objects: list[list[Any]]) -> None:
@@ -128,7 +128,7 @@ class Leaf(Node):
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return take(rows.arrays[self.index])
 
-    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: bool) -> Any:
+    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: Iterator[bool]) -> Any:
         return np.array(rows.arrays[self.index][env])
 
     def store(self, value: Any, row: Array) -> None:
@@ -210,9 +210,9 @@ class IntegerLeaf(Leaf):
             return 0, ()
         return int(space.start), tuple(np.arange(space.start, space.start + space.n, dtype=np.int64))
 
-    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: bool) -> Any:
+    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: Iterator[bool]) -> Any:
         number = rows.arrays[self.index][env]
-        return number.item() if ints else number
+        return number.item() if next(ints) else number
 
 
 class ObjectLeaf(Node):
@@ -232,7 +232,7 @@ class ObjectLeaf(Node):
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return tuple(next(one) for one in objects)
 
-    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: bool) -> Any:
+    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: Iterator[bool]) -> Any:
         return next(objects)
 
     def write_batch(self, value: Any, rows: Rows, ids: Array | slice, count: int, objects: list[list[Any]]) -> None:
@@ -272,7 +272,7 @@ class BranchNode(Node):
     def batch(self, rows: Rows, take: Take, objects: Sequence[Iterator[Any]]) -> Any:
         return self._gather(child.batch(rows, take, objects) for child in self.children)
 
-    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: bool) -> Any:
+    def single(self, rows: Rows, env: int, objects: Iterator[Any], *, ints: Iterator[bool]) -> Any:
         return self._gather(child.single(rows, env, objects, ints=ints) for child in self.children)
 
     def write_batch(self, value: Any, rows: Rows, ids: Array | slice, count: int, objects: list[list[Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 import weakref
@@ -440,10 +441,11 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return ids, obs, rewards, terminated, truncated, infos, unusual
 
     def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any], reader: InfoReader) -> None:
-        final_rows, has_int = self._backend.slab.final_obs, self._records["final_has_int"]
+        final_rows, int_bits = self._backend.slab.final_obs, self._records["final_ints"]
         for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
             env = int(ids[row])
-            final_obs = self._obs.single(final_rows, env, objects[row], ints=bool(has_int[env]))
+            ints = (bool(int(int_bits[env]) >> leaf & 1) for leaf in itertools.count())
+            final_obs = self._obs.single(final_rows, env, objects[row], ints=ints)
             reader.add_final(infos, final_obs, reader.final(env, objects[row]), row, len(ids))
 
     def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
