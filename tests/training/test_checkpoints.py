@@ -111,6 +111,28 @@ def test_a_run_whose_newest_state_is_gone_stays_as_it_is_until_an_older_one_is_c
     assert (result.exit_code, "from step 128" in result.output) == (0, True), result.output
 
 
+def test_a_run_does_not_go_on_from_a_state_before_its_copies(tmp_path: Path):
+    run = tmp_path / "run"
+    train("CartPole-v1", "--run-dir", str(run), "--total-steps=384", "--checkpoint-every=128", "--keep=2")
+    shutil.copy(run / "checkpoints" / "000000000256.pt", run / "checkpoint.pt")
+    result = muster("train", "--resume", str(run), "--total-steps=512")
+    assert result.exit_code == 1
+    assert "later states, whose places new ones would take: checkpoints/000000000384.pt" in result.stderr
+    (run / "checkpoints" / "000000000384.pt").unlink()
+    assert muster("train", "--resume", str(run), "--total-steps=512").exit_code == 0
+    assert copies(run) == [384, 512]
+
+
+def test_a_run_that_begins_again_for_want_of_states_keeps_its_metrics(tmp_path: Path):
+    run = tmp_path / "run"
+    train("CartPole-v1", "--run-dir", str(run), "--total-steps=384")
+    (run / "checkpoint.pt").unlink()
+    before = (run / "metrics.csv").read_text()
+    result = muster("train", "--resume", str(run), "--total-steps=128")
+    assert (result.exit_code, "What it had written is in metrics.lost.csv" in result.output) == (0, True), result.output
+    assert (run / "metrics.lost.csv").read_text() == before
+
+
 def test_a_file_may_say_it(tmp_path: Path):
     (tmp_path / "run.toml").write_text('checkpoint-every = "0.2k"\nkeep = 1\n')
     run = tmp_path / "run"

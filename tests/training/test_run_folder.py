@@ -157,18 +157,31 @@ def test_a_folder_with_other_files_is_fine(tmp_path: Path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_metrics_of_somebody_else_stay(tmp_path: Path):
-    (tmp_path / "metrics.csv").write_text("mine")
+@pytest.mark.parametrize("name", ["metrics.csv", "config.json"])
+def test_files_of_somebody_else_stay(tmp_path: Path, name: str):
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text('{"mine": 1}')
     with pytest.raises(UsageError, match="already holds a run"):
         RunFolder(tmp_path)
-    assert (tmp_path / "metrics.csv").read_text() == "mine"
+    assert (tmp_path / name).read_text() == '{"mine": 1}'
+
+
+def test_metrics_of_a_run_whose_states_are_gone_stay(tmp_path: Path):
+    with RunFolder(tmp_path) as run:
+        run.write_config({"algorithm": "PPO", "preset": "numbers"})
+        for steps in (1, 2):
+            run.append_metrics({"steps": steps})
+    with pytest.raises(UsageError, match="already holds a run"):
+        RunFolder(tmp_path)
+    assert run.metrics_path.read_text().split() == ["steps", "1", "2"]
 
 
 def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path):
     (tmp_path / "run").write_text("mine")
     with pytest.raises(UsageError, match="is a file, not a folder"):
         RunFolder(tmp_path / "run")
+    with pytest.raises(UsageError, match="or lies in one"):
+        RunFolder(tmp_path / "run" / "inner")
 
 
 def test_runs_that_begin_in_the_same_second_get_folders_of_their_own(tmp_path: Path):

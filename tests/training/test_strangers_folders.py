@@ -253,8 +253,12 @@ KEYED = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range
             "it has an object in several places",
         ),
         (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s."), "it has an object in several places"),
+        (
+            partial(repacked, state={}, pickled=b"\x80\x02" + b"]" * 10**6),
+            "what is no tensor in it takes 1,000,002 bytes",
+        ),
     ],
-    ids=["deflated", "said to be stored", "two directories", "overlapping", "called", "shared", "keyed"],
+    ids=["deflated", "said to be stored", "two directories", "overlapping", "called", "shared", "keyed", "lists"],
 )
 def test_what_inflates_is_refused_before_it_is_read(
     run: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], said: str
@@ -263,6 +267,13 @@ def test_what_inflates_is_refused_before_it_is_read(
     monkeypatch.setattr(torch, "load", None)
     with pytest.raises(UsageError, match=rf"checkpoint\.pt is no checkpoint of muster train: {said}$"):
         load_policy(run)
+
+
+def test_a_state_dict_of_parameters_can_be_loaded(run: Path):
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    state["policy"] = {name: torch.nn.Parameter(tensor) for name, tensor in state["policy"].items()}
+    torch.save({**state, "size": torch.Size([1]), "dtype": torch.float32}, run / "mine.pt")
+    load_policy(run, checkpoint="mine")
 
 
 def test_tensors_that_spread_over_more_than_the_file_are_refused(run: Path):

@@ -115,6 +115,9 @@ def test_a_stopped_worker_is_replaced_over_what_is_sent_to_it(send: str) -> None
         stop(envs, 1)
         if send == "reset":
             assert bounded(lambda: SENDS[send](envs))[0][:, 0].tolist() == [len(BIG)] * 2
+        elif send == "set_attr":
+            bounded(lambda: SENDS[send](envs))
+            assert envs.get_attr("text") == (BIG,) * 2
         else:
             with pytest.raises(WorkerTimeout, match="worker 1 .*step_timeout=2.0"):
                 bounded(lambda: SENDS[send](envs))

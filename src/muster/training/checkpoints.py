@@ -35,8 +35,11 @@ from muster.training.run_folder import (
 
 CHECKPOINT_EVERY_S = 60.0
 MOST_SPREAD = 10  # times a checkpoint's size, of its tensors; their numbers lie in it as they are
+# Bytes of what is no tensor, which may take 80 times that in memory, and quadratic time: 13 s at most. Each tensor has
+# a line of it, of 150 bytes.
+_MOST_PICKLED = 1 << 19
 _NAMED = re.compile(  # by a checkpoint
-    r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|"
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (Size|[a-z]+\d+)|"
     r"torch (Float|Double|Half|BFloat16|Byte|Bool|Short|Int|Long)Storage"
 )
 
@@ -77,7 +80,7 @@ class Checkpoints:
         if not (now or due or is_best or is_late or self._waiting):
             return
         state = ppo.state_dict()
-        waiting = {CHECKPOINT: state, **({f"{COPIES}/{_name_of(ppo.steps)}": state} if due else {})}
+        waiting = {CHECKPOINT: state, **({f"{COPIES}/{name_of(ppo.steps)}": state} if due else {})}
         if evaluation is not None and is_best:
             waiting[BEST] = {**state, "evaluation": evaluation._asdict()}
             self.best = evaluation
@@ -103,7 +106,7 @@ def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> tup
         return run, CHECKPOINT
     name = os.fspath(checkpoint)
     steps = name.replace("_", "")
-    names = [*([_name_of(int(steps))] if steps.isdecimal() else []), name, f"{name}.pt"]
+    names = [*([name_of(int(steps))] if steps.isdecimal() else []), name, f"{name}.pt"]
     for one in (*(f"{COPIES}/{one}" for one in names), *names):
         if has_file(run, one):
             return run, one
@@ -162,6 +165,8 @@ def _plain_archive(file: Path, opened: IO[bytes]) -> io.BytesIO:
         for entry in entries:
             content = archive.read(entry)
             if entry.filename.lower().endswith(".pkl"):
+                if len(content) > _MOST_PICKLED:
+                    raise _no_checkpoint(file, f"what is no tensor in it takes {len(content):,} bytes")
                 _require_plain(file, content)
             copy.writestr(entry.filename, content)
     plain.seek(0)
@@ -204,5 +209,6 @@ def _best_of(run: Path) -> Evaluation | None:
         return Evaluation(int(held["steps"]), float(held["mean_return"]), float(held["mean_length"]))
 
 
-def _name_of(steps: int) -> str:
+def name_of(steps: int) -> str:
+    """The name of a copy of the state after so many steps."""
     return f"{steps:012d}.pt"  # names in the order of the steps

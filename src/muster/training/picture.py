@@ -14,7 +14,7 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
-from muster.training.run_folder import read_file, reading, replace_file
+from muster.training.run_folder import naming, read_file, reading, replace_file
 
 INK, MUTED, LINE, GOAL = "#1f2937", "#6b7280", "#2563eb", "#059669"
 
@@ -64,7 +64,7 @@ class Picture:
     def save(self, path: Path) -> None:
         """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown.
 
-        A link that lies in the way is replaced, but for those to devices: /dev/stdout is one.
+        A link that lies in the way is replaced, but for those in /dev and /proc: /dev/stdout is one.
         """
         handles, _ = self.axes.get_legend_handles_labels()
         if handles:  # below the curves, wherever these go
@@ -75,8 +75,9 @@ class Picture:
             self._figure.savefig(file, format=path.suffix[1:] or "png")
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
-        if str(path.parent) in ("/dev", "/dev/fd"):
-            path.write_bytes(file.getvalue())
+        if path.parent.resolve().parts[1:2] in (("dev",), ("proc",)):
+            with naming(path):
+                path.write_bytes(file.getvalue())
         else:
             replace_file(path.parent, path.name, file.getvalue())
 

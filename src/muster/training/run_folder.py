@@ -29,6 +29,7 @@ from muster.training.events import EventWriter, next_events_name
 
 CONFIG, METRICS, PLOT = "config.json", "metrics.csv", "learning_curve.png"
 CHECKPOINT, BEST = "checkpoint.pt", "best.pt"
+LOST_METRICS = "metrics.lost.csv"  # of a run that was begun again
 COPIES = "checkpoints"  # the folder of the checkpoint's copies
 COPY = re.compile(r"\d{12,}\.pt")
 _ASIDE = re.compile(r"\.[\w.]+\.[0-9a-f]{16}\.tmp")  # what `replace_file` writes to
@@ -227,8 +228,8 @@ def naming(file: Path, *, aside: Path | str | None = None) -> Iterator[None]:
 def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise UsageError(f"{path} is a file, not a folder; choose another run folder.") from None
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{path} is a file, not a folder, or lies in one; choose another run folder.") from None
 
 
 def states_in(path: Path) -> list[str]:
@@ -241,9 +242,8 @@ def states_in(path: Path) -> list[str]:
 
 def require_none(path: Path) -> None:
     """Raises UsageError where the folder holds a run, but for one that was killed before its first checkpoint."""
-    states, begun = states_in(path), has_file(path, METRICS)
     with suppress(UsageError):
-        if not states and (not begun or _is_begun(path)):
+        if not states_in(path) and (not any(has_file(path, name) for name in (CONFIG, METRICS)) or _is_begun(path)):
             return
     raise UsageError(
         f"{path} already holds a run; choose another run folder, remove that one, or go on with it: "
@@ -252,8 +252,10 @@ def require_none(path: Path) -> None:
 
 
 def _is_begun(path: Path) -> bool:
-    """Whether metrics.csv is Muster's. Raises UsageError where it is that of something else."""
-    return not read_file(path, METRICS) or {"algorithm", "preset"} <= read_config(path).keys()
+    """Whether the files are those of a run that was killed early. Raises UsageError where they are no run's."""
+    first_rows = read_file(path, METRICS).splitlines()[:3] if has_file(path, METRICS) else []
+    is_own = not has_file(path, CONFIG) or {"algorithm", "preset"} <= read_config(path).keys()
+    return is_own and len(first_rows) <= 2
 
 
 def _lock(path: Path) -> int:
@@ -342,7 +344,7 @@ def files_in(run: Path, folder: str, names: re.Pattern[str]) -> list[str]:
     try:
         with holder_of(run, f"{folder}/." if folder else ".") as (holder, _):
             found = sorted(filter(names.fullmatch, os.listdir(holder)))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     paths = [f"{folder}/{name}" if folder else name for name in found]
     return [path for path in paths if has_file(run, path)]

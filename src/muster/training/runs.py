@@ -18,7 +18,7 @@ from muster.algorithms import PPO, PPOMetrics
 from muster.errors import DISK_FULL, UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
-from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint
+from muster.training.checkpoints import Checkpoints, Evaluation, name_of, read_checkpoint
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
@@ -27,10 +27,17 @@ from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_folder import (
     BEST,
+    COPIES,
+    COPY,
+    LOST_METRICS,
+    METRICS,
     RunFolder,
     as_word,
+    files_in,
     new_folder,
+    read_file,
     reading,
+    replace_file,
     states_in,
 )
 from muster.training.run_policy import RunPolicy
@@ -62,7 +69,7 @@ def train(
     ppo = PPO(envs, plan.config)
     path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
     with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
-        before_s = _load(ppo, folder, learning_rate) if resume else 0.0
+        before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
         spaces = {"observations": envs.single_observation_space, "actions": envs.single_action_space}
         plain = {name: to_plain(space) for name, space in spaces.items()}  # so that `load_policy` needs no env
         folder.write_config({**plan.to_dict(), "spaces": plain})
@@ -152,16 +159,28 @@ def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | si
             return stop.said(error, console.print)
 
 
-def _load(ppo: PPO, folder: RunFolder, learning_rate: float | None) -> float:
+def _load(ppo: PPO, folder: RunFolder, console: Console, learning_rate: float | None) -> float:
     """Loads the state that the run in ``folder`` had reached; returns the seconds that the run had taken until then.
 
     A run that was killed before its first checkpoint had reached nothing.
     """
     if not states_in(folder.path):
+        rows = read_file(folder.path, METRICS)
+        if rows.count(b"\n") > 2:  # more than the columns and one row: it had saved states, or found no room for them
+            replace_file(folder.path, LOST_METRICS, rows)
+            console.print(
+                f"There is no state to go on from: it begins again. What it had written is in {LOST_METRICS}",
+                soft_wrap=True,
+            )
         folder.drop_metrics_after(0)
         return 0.0
     with reading(folder.checkpoint_path):
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
+    if later := [copy for copy in files_in(folder.path, COPIES, COPY) if copy > f"{COPIES}/{name_of(ppo.steps)}"]:
+        raise UsageError(
+            f"{folder.path} would go on from step {ppo.steps:,}, and has later states, whose places new ones would "
+            f"take: {', '.join(later)}. Move them elsewhere first"
+        )
     total = ppo.config.total_steps
     if ppo.steps >= total:
         raise UsageError(
