@@ -126,6 +126,7 @@ LIVES: dict[str, Callable[[dict[str, Any]], Callable[[], object]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that is closed by its end
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("life", LIVES)
 @pytest.mark.parametrize("how", ["fork", "serial", "thread", *slow("forkserver", "spawn", "caller steps")])

@@ -243,7 +243,7 @@ def states_in(path: Path) -> list[str]:
 def require_none(path: Path) -> None:
     """Raises UsageError where the folder holds a run, but for one that was killed before its first checkpoint."""
     with suppress(UsageError):
-        if not states_in(path) and (not any(has_file(path, name) for name in (CONFIG, METRICS)) or _is_begun(path)):
+        if not states_in(path) and (_is_empty(path) or _is_begun(path)):
             return
     raise UsageError(
         f"{path} already holds a run; choose another run folder, remove that one, or go on with it: "
@@ -251,11 +251,15 @@ def require_none(path: Path) -> None:
     )
 
 
+def _is_empty(path: Path) -> bool:
+    """Whether a run that was to begin there has left nothing."""
+    return not has_file(path, CONFIG) and not (has_file(path, METRICS) and read_file(path, METRICS))
+
+
 def _is_begun(path: Path) -> bool:
     """Whether the files are those of a run that was killed early. Raises UsageError where they are no run's."""
-    first_rows = read_file(path, METRICS).splitlines()[:3] if has_file(path, METRICS) else []
-    is_own = not has_file(path, CONFIG) or {"algorithm", "preset"} <= read_config(path).keys()
-    return is_own and len(first_rows) <= 2
+    is_own = {"algorithm", "preset"} <= read_config(path).keys()
+    return is_own and read_file(path, METRICS).count(b"\n") <= 2  # the columns, and one row
 
 
 def _lock(path: Path) -> int:
