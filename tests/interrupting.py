@@ -26,9 +26,10 @@ _WAITS = frozenset({"poll", "recvmsg", "send", "sendmsg", "sendall", "read", "wr
 class Interruption:
     """Runs a handler of SIGINT that raises, at one moment of a call in this thread.
 
-      at: which moment, from 0 on.  kind: what it raises.
-    XX
-      Those in the function itself do not count: they are the program's.
+    at: which moment, from 0 on; those in the function itself do not count: they are the program's.  kind: what it
+    raises.
+
+    num_moments: how many there were.  where: the place of the chosen one.  ended: whether the call ended by it.
     """
 
     def __init__(self, at: int, kind: type[BaseException] = KeyboardInterrupt) -> None:

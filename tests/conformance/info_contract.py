@@ -117,7 +117,7 @@ class InfoContract:
         from muster.interop.sb3 import as_sb3
 
         kinds = {key: value for key, value in KINDS.items() if key != "proxy"} | {"big": 2**63, "yes": np.bool_(True)}
-        scripts: list[list[dict[str, Any]]] = [[kinds, OrderedDict(none=0), {"deep": dict(kinds)}]] * 2
+        scripts: list[list[dict[str, Any]]] = [[kinds, {"none": 0}, {"deep": dict(kinds)}]] * 2
         # SB3 writes into the infos of its envs.
         ours, theirs = ([functools.partial(Infos, one, length=3) for one in copy.deepcopy(scripts)] for _ in range(2))
         envs, reference = as_sb3(make(ours, autoreset_mode="same_step")), vec_env.DummyVecEnv(theirs)

@@ -429,8 +429,9 @@ def test_an_alarm_bounds_a_step_and_the_reset_after_it(make: Callable[..., Any],
     with make([partial(Gated, gate)] * 2, context="fork") as envs, contextlib.ExitStack() as at_last:
         at_last.callback(gate.touch)
         envs.reset()
+        envs.step_async(ACTIONS[:2])
         with pytest.raises(TooLong), alarm(0.05):
-            envs.step(ACTIONS[:2])
+            envs.step_wait()
         with pytest.raises(TooLong), alarm(0.05):  # it waits for the step
             envs.reset()
         gate.touch()

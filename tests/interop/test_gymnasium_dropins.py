@@ -233,6 +233,18 @@ def test_every_verb_of_a_closed_one_is_refused_in_gymnasiums_words(vectorise):
     envs.close()
 
 
+@pytest.mark.parametrize("refused", [lambda envs: envs.step_async([0, 0]), lambda envs: envs.step_async(action=[0, 0])])
+def test_a_call_that_is_refused_drops_nothing(refused):
+    with AsyncVectorEnv([Counter] * 2) as envs:
+        envs.reset()
+        envs.step_async([0, 1])
+        with pytest.raises((AlreadyPendingCallError, TypeError)):
+            refused(envs)
+        with pytest.raises(AlreadyPendingCallError):
+            envs.reset()
+        assert envs.step_wait()[0].tolist() == [[1.0], [1.0]]
+
+
 def test_closing_while_a_step_is_pending_warns():
     envs = AsyncVectorEnv([Counter] * 2)
     envs.step_async([0, 0])

@@ -11,6 +11,7 @@ import re
 import shutil
 import struct
 import sys
+import tempfile
 import types
 import zipfile
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from muster import load_policy
 from muster.errors import ConfigError, UsageError
 from muster.pool.resources import memory_left
 from muster.training import run_folder
+from muster.training.picture import Picture
 from muster.training.plan import plan_of
 from slow import slow
 
@@ -105,6 +107,22 @@ def test_no_picture_is_written_through_a_link(
     assert muster(*words).exit_code == 0
     assert (tmp_path / "victim").read_text() == "mine"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_link_is_followed_in_a_folder_to_begin_in(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="checkpoints is a link, and none is followed"):
+        run_folder.RunFolder(tmp_path / "run")
+
+
+def test_no_picture_is_written_through_a_link_in_memory():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        link, mine = Path(folder, "curve.png"), Path(folder, "mine")
+        mine.write_text("mine")
+        link.symlink_to(mine)
+        Picture("a run").save(link)
+        assert mine.read_text() == "mine"
 
 
 def test_the_folder_itself_may_be_reached_by_a_link(run: Path, tmp_path: Path):

@@ -71,7 +71,9 @@ class Caller {
 
   bool closed = false;   // set by Python's close
   Ref on_closed;  // set by Python's close: what raises then, in other words than these here
-  bool interrupted = false;  // whether Ctrl-C, or a handler that raises, has ended a verb since something was sent
+  // Whether a handler that raises has ended a verb since something was sent, and whether that was by what is no
+  // Exception, such as Ctrl-C.
+  bool interrupted = false, hurries = false;
 
   uint32_t num_pending() const { return num_pending_; }
   bool is_pending(uint32_t env) const { return pending_[env]; }
@@ -82,7 +84,7 @@ class Caller {
   // Called by Python as a call begins, and once it is no longer pending.
   void set_calling(bool calling) {
     calling_ = calling;
-    if (calling) interrupted = false;
+    if (calling) interrupted = hurries = false;
   }
 
   void require_open() const {
@@ -106,7 +108,11 @@ class Caller {
 
   // Ends it, also where an exception does, which is set.
   void leave() {
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(muster_error_.get())) interrupted = true;
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(muster_error_.get())) {
+      const bool is_exception = PyErr_ExceptionMatches(PyExc_Exception);
+      interrupted |= !(is_exception && is_own_error());
+      hurries |= !is_exception;
+    }
     if (--depth_ == 0) inside_.store(0);
   }
 
@@ -137,7 +143,7 @@ class Caller {
     const Command command = objects ? Command::kStepProvided : Command::kStep;
     require_open();
     require_sendable(env_ids);
-    interrupted = false;
+    interrupted = hurries = false;
     if (env_ids == Py_None)
       return send_all(command, as_whole, as_whole && copies && lends() ? lending_.free_block() : 0);
     const auto [ids, count] = ids_of(env_ids);
@@ -156,7 +162,7 @@ class Caller {
   void request_resets(PyObject* env_ids) {
     require_open();
     const auto [ids, count] = ids_of(env_ids);
-    interrupted = false;
+    interrupted = hurries = false;
     bring_home();
     slab_.caller->awaits_all.store(0, std::memory_order_relaxed);
     for (size_t k = 0; k < count; ++k) {
@@ -403,6 +409,28 @@ class Caller {
 
   SlabLayout slab_;
   Ref memory_;
+  // Whether the exception that is set was raised by Muster's own code: innermost is a frame of that, or none.
+  static bool is_own_error() {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);  // first: no code of Python's may run while one is set
+    static const std::string folder = [] {
+      const Ref module = checked(PyImport_ImportModule("muster.errors"));
+      const Ref path = checked(PyModule_GetFilenameObject(module.get()));
+      const std::string file = PyUnicode_AsUTF8(path.get());
+      return file.substr(0, file.rfind('/') + 1);
+    }();
+    bool is_own = true;
+    if (auto* at = reinterpret_cast<PyTracebackObject*>(trace)) {
+      while (at->tb_next) at = at->tb_next;
+      PyCodeObject* code = PyFrame_GetCode(at->tb_frame);
+      const char* file = PyUnicode_AsUTF8(code->co_filename);
+      is_own = file && !folder.compare(0, folder.size(), file, std::min(folder.size(), strlen(file)));
+      Py_DECREF(code);
+    }
+    PyErr_Restore(type, value, trace);
+    return is_own;
+  }
+
   Ref muster_error_ = error_class("MusterError");
   Lending lending_;
   std::vector<SlabRows> lent_rows_;

@@ -40,10 +40,6 @@ class InfoTable {
   // Stores `info` in `row` and returns the number of its schema. hint: the number that this env's last info had.
   uint32_t write(PyObject* info, char* row, PyObject* objects, uint32_t hint) {
     if (!PyDict_Check(info)) return write(as_dict(info).get(), row, objects, hint);
-    if (!PyDict_CheckExact(info)) {  // an OrderedDict, a defaultdict
-      check(PyList_Append(objects, info));
-      return kPickled;
-    }
     if (PyDict_GET_SIZE(info) == 0) return kEmpty;
     const Py_ssize_t objects_before = PyList_GET_SIZE(objects);
     auto fits = [&](const Columns& columns) {

@@ -308,6 +308,7 @@ void bind_caller(nb::module_& m) {
       .def_rw("closed", &Caller::closed)
       .def_prop_rw("calling", &Caller::is_calling, &Caller::set_calling)
       .def_ro("interrupted", &Caller::interrupted)
+      .def_ro("hurries", &Caller::hurries)
       .def("raise_when_closed", [](Caller& self, nb::handle raises) { self.on_closed = Ref::borrow(raises.ptr()); })
       .def_prop_ro("num_pending", &Caller::num_pending)
       .def("require_open", &Caller::require_open);
@@ -331,7 +332,11 @@ PyObject* call_verb(PyObject* self, PyObject* const* args, size_t count, PyObjec
   if (!PyVectorcall_NARGS(count)) return PyObject_Vectorcall(method_of(self), args, count, keywords);
   Caller* caller;
   try {
-    caller = nb::inst_ptr<Caller>(checked(PyObject_GetAttr(args[0], name)).get());
+    const Ref found = checked(PyObject_GetAttr(args[0], name));
+    if (!nb::try_cast(nb::handle(found.get()), caller)) {
+      PyErr_Format(PyExc_TypeError, "%.200R is no vector env: its _caller is %.200R", args[0], found.get());
+      throw PythonError{};
+    }
     caller->enter();
   } catch (const PythonError&) {
     return nullptr;

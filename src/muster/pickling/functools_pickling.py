@@ -47,7 +47,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships n
         if (reduction := reduction_of(obj) or self._reduction_of_module(obj)) is not None:
             return reduction
         reduction = super().reducer_override(obj)
-        return own_first(obj, reduction) if may_be_there else reduction
+        return own_first(obj, reduction) if may_be_there and reduction is not NotImplemented else reduction
 
     def _reduction_of_module(self, value: Any) -> tuple[Any, ...] | None:
         """The reduction that makes a module; None where `value` is none, or one for cloudpickle to pickle.

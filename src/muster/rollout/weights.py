@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from muster.errors import ConfigError, SpecMismatch, UsageError
 from muster.nn.functional import all_names
+from muster.pickling.interrupts import Uninterrupted
 
 Device = torch.device | str | int | None
 Copies = Sequence[tuple[Tensor, Tensor]]
@@ -111,12 +112,11 @@ def copies_into(policy: object, weights: Mapping[str, Tensor]) -> Copies:
 def copy_all(copies: Copies) -> None:
     """Makes all copies in one call of torch's, which Ctrl-C and other handlers of signals cannot end halfway.
 
-    Detached, and not without gradients: an interrupt at the edge of `torch.no_grad` leaves them off. Buffers are copied
-    into as they are: a sparse one would get new memory, of which only its detached shell knew.
+    Into the tensors themselves: a sparse one gets new memory, of which only a detached shell would know.
     """
     if copies:
-        to = [tensor.detach() if tensor.requires_grad else tensor for tensor, _ in copies]
-        torch._foreach_copy_(to, [value.detach() for _, value in copies])
+        with Uninterrupted(), torch.no_grad():  # an interrupt at the edge of the latter would leave gradients off
+            torch._foreach_copy_([tensor for tensor, _ in copies], [value for _, value in copies])
 
 
 def is_same_memory(mine: Tensor, other: Tensor) -> bool:

@@ -64,7 +64,7 @@ class Picture:
     def save(self, path: Path) -> None:
         """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown.
 
-        A link that lies in the way is replaced, but for those in /dev and /proc: /dev/stdout is one.
+        A link that lies in the way is replaced, but for those to devices and fds: /dev/stdout is one.
         """
         handles, _ = self.axes.get_legend_handles_labels()
         if handles:  # below the curves, wherever these go
@@ -75,7 +75,7 @@ class Picture:
             self._figure.savefig(file, format=path.suffix[1:] or "png")
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
-        if path.parent.resolve().parts[1:2] in (("dev",), ("proc",)):
+        if path.parent.resolve() in (Path("/dev"), Path("/dev/fd").resolve()):
             with naming(path):
                 path.write_bytes(file.getvalue())
         else:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import MusterError, UsageError
+from muster.pickling.interrupts import Uninterrupted
 from muster.pool.resources import memory_left
 from muster.training.events import EventWriter, next_events_name
 
@@ -87,6 +88,10 @@ class RunFolder:
         The first row names the columns, and a later one may add some; nan becomes an empty field, and so does what a
         row lacks. A row that is there already is left out. What an OSError keeps out is written by the next call.
         """
+        with Uninterrupted():
+            self._append(row, scalars)
+
+    def _append(self, row: Mapping[str, float], scalars: Mapping[str, float] | None) -> None:
         step = int(row["steps"])
         if step > self._last_step:
             after, self._last_step = self._last_step, step
@@ -123,9 +128,9 @@ class RunFolder:
         """The columns and the rows of metrics.csv."""
         with reading(self.metrics_path):
             text = read_file(self.path, METRICS).decode()
-        whole = text[: text.rfind("\n") + 1]  # a machine that stopped may leave half a line
-        reader = csv.DictReader(io.StringIO(whole, newline=""))
-        return list(reader.fieldnames or []), list(reader)
+            whole = text[: text.rfind("\n") + 1]  # a machine that stopped may leave half a line
+            reader = csv.DictReader(io.StringIO(whole, newline=""))
+            return list(reader.fieldnames or []), list(reader)
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """Replaces metrics.csv by one of these columns and rows, where what a row lacks is an empty field."""
@@ -207,7 +212,7 @@ def reading(file: Path) -> Iterator[None]:
     """Encloses code that reads a file of a run. Raises UsageError where there is something else in it than of a run."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, csv.Error) as error:
         if isinstance(error, MusterError):
             raise
         words = f"{type(error).__name__}: {error}".split()  # torch's text has many lines
@@ -242,24 +247,16 @@ def states_in(path: Path) -> list[str]:
 
 def require_none(path: Path) -> None:
     """Raises UsageError where the folder holds a run, but for one that was killed before its first checkpoint."""
+    states, held = states_in(path), [has_file(path, name) for name in (CONFIG, METRICS)]  # refuses links by name
     with suppress(UsageError):
-        if not states_in(path) and (_is_empty(path) or _is_begun(path)):
+        rows = read_file(path, METRICS) if held[1] else b""
+        is_own = {"algorithm", "preset"} <= read_config(path).keys() if held[0] else not rows
+        if not states and is_own and rows.count(b"\n") <= 2:  # killed early: the columns, and one row
             return
     raise UsageError(
         f"{path} already holds a run; choose another run folder, remove that one, or go on with it: "
         f"muster train --resume {as_word(path)}"
     )
-
-
-def _is_empty(path: Path) -> bool:
-    """Whether a run that was to begin there has left nothing."""
-    return not has_file(path, CONFIG) and not (has_file(path, METRICS) and read_file(path, METRICS))
-
-
-def _is_begun(path: Path) -> bool:
-    """Whether the files are those of a run that was killed early. Raises UsageError where they are no run's."""
-    is_own = {"algorithm", "preset"} <= read_config(path).keys()
-    return is_own and read_file(path, METRICS).count(b"\n") <= 2  # the columns, and one row
 
 
 def _lock(path: Path) -> int:

@@ -136,7 +136,8 @@ def _spaces_of(run: Path, hidden_sizes: Sequence[int]) -> tuple[spaces.Space[Any
     observations, actions = kept["observations"], kept["actions"]
     widths = _width_of(observations), *hidden_sizes, _width_of(actions)
     weights = sum(itertools.starmap(operator.mul, itertools.pairwise(widths)))
-    require_room(path, 8 * weights + 40 * (widths[0] + widths[-1]))  # of actor and critic; bounds of the spaces
+    # Of actor and critic, whose layers are objects of 20 KB; bounds of the spaces.
+    require_room(path, 8 * weights + 20_000 * len(widths) + 40 * (widths[0] + widths[-1]))
     try:
         return from_plain(observations), from_plain(actions)
     except UsageError as error:

@@ -34,6 +34,7 @@ from muster.training.run_folder import (
     RunFolder,
     as_word,
     files_in,
+    has_file,
     new_folder,
     read_file,
     reading,
@@ -167,7 +168,8 @@ def _load(ppo: PPO, folder: RunFolder, console: Console, learning_rate: float | 
     if not states_in(folder.path):
         rows = read_file(folder.path, METRICS)
         if rows.count(b"\n") > 2:  # more than the columns and one row: it had saved states, or found no room for them
-            replace_file(folder.path, LOST_METRICS, rows)
+            before = read_file(folder.path, LOST_METRICS) if has_file(folder.path, LOST_METRICS) else b""
+            replace_file(folder.path, LOST_METRICS, before + rows)
             console.print(
                 f"There is no state to go on from: it begins again. What it had written is in {LOST_METRICS}",
                 soft_wrap=True,
@@ -188,7 +190,10 @@ def _load(ppo: PPO, folder: RunFolder, console: Console, learning_rate: float | 
             f"say how many there are to be: --total-steps {2 * ppo.steps}"
         )
     with reading(folder.metrics_path):
-        return float(folder.drop_metrics_after(ppo.steps).get("seconds", 0))
+        seconds = float(folder.drop_metrics_after(ppo.steps).get("seconds", 0))
+        if not math.isfinite(seconds):
+            raise ValueError(f"it took {seconds} seconds")
+        return seconds
 
 
 def _train(

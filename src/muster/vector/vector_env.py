@@ -284,7 +284,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         if self._raise_closed is not None:
             self._caller.raise_when_closed(self._raise_closed)
         self._caller.closed = True
-        failures = self._backend.close(limits.hurried(self.interrupted))
+        failures = self._backend.close(limits.hurried(self._caller.hurries))
         self._finalizer.detach()  # last: where a Ctrl-C leaves something open, the finalizer or another call closes it
         if failures:
             self._raise(failures, None)
