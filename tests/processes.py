@@ -20,9 +20,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 def stat_of(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; state ``X`` once there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a process may have any name
     except OSError:
         return ["X", "0"]
+    return text.rpartition(")")[2].split()
 
 
 def is_alive(pid: int) -> bool:
@@ -82,7 +83,9 @@ def descendants(pid: int) -> dict[str, int]:
     while queue:
         for child in children(queue.pop()):
             try:
-                name, _, rest = Path(f"/proc/{child}/stat").read_text().partition("(")[2].rpartition(")")
+                name, _, rest = (
+                    Path(f"/proc/{child}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+                )
             except OSError:
                 continue
             if rest.split()[0] != "Z":  # a zombie holds nothing, and its exit code may still be read

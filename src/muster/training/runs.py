@@ -192,7 +192,7 @@ def _load(ppo: PPO, folder: RunFolder, console: Console, learning_rate: float | 
     with reading(folder.metrics_path):
         seconds = float(folder.drop_metrics_after(ppo.steps).get("seconds", 0))
         if not math.isfinite(seconds):
-            raise ValueError(f"it took {seconds} seconds")
+            raise UsageError(f"{folder.metrics_path} is no run's: its last row says that it took {seconds} seconds")
         return seconds
 
 
