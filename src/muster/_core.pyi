@@ -159,7 +159,7 @@ class Caller:
 def verb(method: Callable[_P, _R], /) -> Callable[_P, _R]:
     """A vector env's method that one thread at a time runs, as a whole.
 
-    Where it ends by what is no MusterError, so by a signal handler, the caller is `interrupted`.
+    Where it ends by what comes from outside Muster's code, so by a signal handler, the caller is `interrupted`.
     """
 
 def set_handler(number: int, handler: Callable[..., object], /) -> None:

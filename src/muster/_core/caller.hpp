@@ -15,6 +15,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -31,6 +32,27 @@ namespace muster {
 
 // Increases in each forked child, so that a Caller can detect that it is a copy in a child of the process that made it.
 inline std::atomic<uint32_t> g_forks{0};
+
+// Whether the exception that is set was raised by Muster's own code: innermost is a frame of that, or none.
+inline bool is_own_error() {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);  // first: no code of Python's may run while one is set
+  static const std::string folder = [] {
+    const Ref module = checked(PyImport_ImportModule("muster.errors"));
+    const Ref path = checked(PyModule_GetFilenameObject(module.get()));
+    const std::string file = PyUnicode_AsUTF8(path.get());
+    return file.substr(0, file.rfind('/') + 1);
+  }();
+  bool is_own = true;
+  if (auto* at = reinterpret_cast<PyTracebackObject*>(trace)) {
+    while (at->tb_next) at = at->tb_next;
+    const Ref code = checked(reinterpret_cast<PyObject*>(PyFrame_GetCode(at->tb_frame)));
+    const char* file = PyUnicode_AsUTF8(reinterpret_cast<PyCodeObject*>(code.get())->co_filename);
+    is_own = file && std::string_view(file).starts_with(folder);
+  }
+  PyErr_Restore(type, value, trace);
+  return is_own;
+}
 
 class Caller {
  public:
@@ -409,28 +431,6 @@ class Caller {
 
   SlabLayout slab_;
   Ref memory_;
-  // Whether the exception that is set was raised by Muster's own code: innermost is a frame of that, or none.
-  static bool is_own_error() {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);  // first: no code of Python's may run while one is set
-    static const std::string folder = [] {
-      const Ref module = checked(PyImport_ImportModule("muster.errors"));
-      const Ref path = checked(PyModule_GetFilenameObject(module.get()));
-      const std::string file = PyUnicode_AsUTF8(path.get());
-      return file.substr(0, file.rfind('/') + 1);
-    }();
-    bool is_own = true;
-    if (auto* at = reinterpret_cast<PyTracebackObject*>(trace)) {
-      while (at->tb_next) at = at->tb_next;
-      PyCodeObject* code = PyFrame_GetCode(at->tb_frame);
-      const char* file = PyUnicode_AsUTF8(code->co_filename);
-      is_own = file && !folder.compare(0, folder.size(), file, std::min(folder.size(), strlen(file)));
-      Py_DECREF(code);
-    }
-    PyErr_Restore(type, value, trace);
-    return is_own;
-  }
-
   Ref muster_error_ = error_class("MusterError");
   Lending lending_;
   std::vector<SlabRows> lent_rows_;

@@ -80,7 +80,7 @@ class Checkpoints:
         if not (now or due or is_best or is_late or self._waiting):
             return
         state = ppo.state_dict()
-        waiting = {CHECKPOINT: state, **({f"{COPIES}/{name_of(ppo.steps)}": state} if due else {})}
+        waiting = {CHECKPOINT: state, **({f"{COPIES}/{_name_of(ppo.steps)}": state} if due else {})}
         if evaluation is not None and is_best:
             waiting[BEST] = {**state, "evaluation": evaluation._asdict()}
             self.best = evaluation
@@ -106,7 +106,7 @@ def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> tup
         return run, CHECKPOINT
     name = os.fspath(checkpoint)
     steps = name.replace("_", "")
-    names = [*([name_of(int(steps))] if steps.isdecimal() else []), name, f"{name}.pt"]
+    names = [*([_name_of(int(steps))] if steps.isdecimal() else []), name, f"{name}.pt"]
     for one in (*(f"{COPIES}/{one}" for one in names), *names):
         if has_file(run, one):
             return run, one
@@ -144,6 +144,11 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
     if spread > MOST_SPREAD * size:  # views of what lies in the file
         raise _no_checkpoint(file, f"its {size:,} bytes spread over tensors of {spread:,}")
     return state
+
+
+def copies_after(run: Path, steps: int) -> list[str]:
+    """The names of the copies of states after more than so many steps."""
+    return [copy for copy in files_in(run, COPIES, COPY) if copy > f"{COPIES}/{_name_of(steps)}"]
 
 
 def _no_checkpoint(file: Path, problem: str) -> UsageError:
@@ -209,6 +214,5 @@ def _best_of(run: Path) -> Evaluation | None:
         return Evaluation(int(held["steps"]), float(held["mean_return"]), float(held["mean_length"]))
 
 
-def name_of(steps: int) -> str:
-    """The name of a copy of the state after so many steps."""
+def _name_of(steps: int) -> str:
     return f"{steps:012d}.pt"  # names in the order of the steps

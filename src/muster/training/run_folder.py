@@ -124,6 +124,18 @@ class RunFolder:
         self._last_step = steps
         return rows[-1] if rows else {}
 
+    def begin_again(self) -> bool:
+        """Drops all rows of metrics.csv, for want of states; returns whether they are kept in metrics.lost.csv.
+
+        They are where they are more than the first: then it had saved states, or found no room for them.
+        """
+        metrics = read_file(self.path, METRICS)
+        if keeps := not _is_early(metrics):
+            before = read_file(self.path, LOST_METRICS) if has_file(self.path, LOST_METRICS) else b""
+            replace_file(self.path, LOST_METRICS, before + metrics)
+        self.drop_metrics_after(0)
+        return keeps
+
     def _rows(self) -> tuple[list[str], list[dict[str, Any]]]:
         """The columns and the rows of metrics.csv."""
         with reading(self.metrics_path):
@@ -251,12 +263,17 @@ def require_none(path: Path) -> None:
     with suppress(UsageError):
         rows = read_file(path, METRICS) if held[1] else b""
         is_own = {"algorithm", "preset"} <= read_config(path).keys() if held[0] else not rows
-        if not states and is_own and rows.count(b"\n") <= 2:  # killed early: the columns, and one row
+        if not states and is_own and _is_early(rows):
             return
     raise UsageError(
         f"{path} already holds a run; choose another run folder, remove that one, or go on with it: "
         f"muster train --resume {as_word(path)}"
     )
+
+
+def _is_early(metrics: bytes) -> bool:
+    """Whether they are those of a run that was killed early: the columns, and one row."""
+    return metrics.count(b"\n") <= 2
 
 
 def _lock(path: Path) -> int:

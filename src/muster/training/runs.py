@@ -18,7 +18,7 @@ from muster.algorithms import PPO, PPOMetrics
 from muster.errors import DISK_FULL, UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
-from muster.training.checkpoints import Checkpoints, Evaluation, name_of, read_checkpoint
+from muster.training.checkpoints import Checkpoints, Evaluation, copies_after, read_checkpoint
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
@@ -27,18 +27,11 @@ from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_folder import (
     BEST,
-    COPIES,
-    COPY,
     LOST_METRICS,
-    METRICS,
     RunFolder,
     as_word,
-    files_in,
-    has_file,
     new_folder,
-    read_file,
     reading,
-    replace_file,
     states_in,
 )
 from muster.training.run_policy import RunPolicy
@@ -166,19 +159,15 @@ def _load(ppo: PPO, folder: RunFolder, console: Console, learning_rate: float | 
     A run that was killed before its first checkpoint had reached nothing.
     """
     if not states_in(folder.path):
-        rows = read_file(folder.path, METRICS)
-        if rows.count(b"\n") > 2:  # more than the columns and one row: it had saved states, or found no room for them
-            before = read_file(folder.path, LOST_METRICS) if has_file(folder.path, LOST_METRICS) else b""
-            replace_file(folder.path, LOST_METRICS, before + rows)
+        if folder.begin_again():
             console.print(
                 f"There is no state to go on from: it begins again. What it had written is in {LOST_METRICS}",
                 soft_wrap=True,
             )
-        folder.drop_metrics_after(0)
         return 0.0
     with reading(folder.checkpoint_path):
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
-    if later := [copy for copy in files_in(folder.path, COPIES, COPY) if copy > f"{COPIES}/{name_of(ppo.steps)}"]:
+    if later := copies_after(folder.path, ppo.steps):
         raise UsageError(
             f"{folder.path} would go on from step {ppo.steps:,}, and has later states, whose places new ones would "
             f"take: {', '.join(later)}. Move them elsewhere first"
