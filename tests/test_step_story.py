@@ -121,7 +121,7 @@ def test_the_story_names_the_files_of_a_step(measured_core: Path, tmp_path: Path
     named = set(re.findall(r"`([\w/]+\.\w+)`", story()))
     assert of_cartpoles <= named
     assert len(of_cartpoles) <= 9
-    assert lines_of(of_cartpoles) <= 2_500
+    assert lines_of(of_cartpoles) <= 2_400
     for name, make in AGENTS.items():
         of_agents = files_of_a_step(make, measured_core, tmp_path / name)
         assert {file for file in of_agents if not file.startswith("envs/pettingzoo")} <= named
