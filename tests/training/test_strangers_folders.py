@@ -256,6 +256,7 @@ def overlapping(path: Path) -> None:
 CALLED = b"\x80\x02}(X\x05\x00\x00\x00stepsK\x01X\x01\x00\x00\x00ac__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85Ru."
 SHARED = b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (n, n - 1, n - 1) for n in range(1, 61))
 KEYED = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 61))
+PLACES, LEVELS = r"its objects stand in more than [\d,]+ places", "its objects nest in more than 100 levels"
 
 
 @pytest.mark.parametrize(
@@ -266,18 +267,19 @@ KEYED = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range
         (partial(said_to_be_stored, twice=True), "BadZipFile"),
         (overlapping, r"its [\d,]+ bytes inflate to 100,000"),
         (partial(repacked, state={}, pickled=CALLED), "it names __builtin__ bytearray"),
-        (
-            partial(repacked, state={}, pickled=b"\x80\x02}X\x01\x00\x00\x00a" + SHARED + b"s."),
-            "it has an object in several places",
-        ),
-        (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s."), "it has an object in several places"),
+        (partial(repacked, state={}, pickled=b"\x80\x02}X\x01\x00\x00\x00a" + SHARED + b"s."), PLACES),
+        (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s."), PLACES),
+        (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s}."), PLACES),
+        (partial(repacked, state={}, pickled=b"\x80\x02})" + b"\x85" * 400_000 + b"K\x01s."), LEVELS),
+        (partial(repacked, state={}, pickled=b"\x80\x02]q\x00h\x00a."), LEVELS),
         (
             partial(repacked, state={}, pickled=b"\x80\x02" + b"]" * 10**6),
             "what is no tensor in it takes 1,000,002 bytes",
         ),
     ],
-    ids=["deflated", "said to be stored", "two directories", "overlapping", "called", "shared", "keyed", "lists"],
-)
+    ids=["deflated", "said to be stored", "two directories", "overlapping", "called", "shared", "keyed", "unheld",
+         "nested", "cyclic", "lists"],
+)  # fmt: skip
 def test_what_inflates_is_refused_before_it_is_read(
     run: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], said: str
 ):
@@ -292,6 +294,17 @@ def test_a_state_dict_of_parameters_can_be_loaded(run: Path):
     state["policy"] = {name: torch.nn.Parameter(tensor) for name, tensor in state["policy"].items()}
     torch.save({**state, "size": torch.Size([1]), "dtype": torch.float32}, run / "mine.pt")
     load_policy(run, checkpoint="mine")
+
+
+def test_what_stands_in_several_places_counts_once(run: Path):
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    (group,), tied = state["optimizer"]["param_groups"], torch.zeros(100_000)
+    group["own_betas"] = group["betas"]
+    more = {"again": state["policy"], "tied": [tied] * 20, "views": [tied[:] for _ in range(20)]}
+    torch.save({**state, **more}, run / "checkpoint.pt")
+    assert load_policy(run).steps == 64
+    result = muster("train", "--resume", str(run), *GO_ON)
+    assert result.exit_code == 0, result.output
 
 
 def test_tensors_that_spread_over_more_than_the_file_are_refused(run: Path):

@@ -38,10 +38,14 @@ MOST_SPREAD = 10  # times a checkpoint's size, of its tensors; their numbers lie
 # Bytes of what is no tensor, which may take 80 times that in memory, and quadratic time: 13 s at most. Each tensor has
 # a line of it, of 150 bytes.
 _MOST_PICKLED = 1 << 19
+_MOST_LEVELS = 100  # of objects; a state has 10, and the hash of 100,000 ends the process
+_FILLING = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD")  # opcodes that put objects into one that is there
 _NAMED = re.compile(  # by a checkpoint
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (Size|[a-z]+\d+)|"
     r"torch (Float|Double|Half|BFloat16|Byte|Bool|Short|Int|Long)Storage"
 )
+
+_Held = list["_Held"]  # an object in a pickle, as those that it holds
 
 
 class Evaluation(NamedTuple):
@@ -136,7 +140,8 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
         try:
             plain = _plain_archive(file, opened)
             state: dict[str, Any] = torch.load(plain, weights_only=True)
-            size, spread = len(plain.getbuffer()), sum(one.numel() * one.element_size() for one in _tensors_in(state))
+            views = {(one.data_ptr(), one.dtype, one.shape, one.stride()): one for one in _tensors_in(state)}
+            size, spread = len(plain.getbuffer()), sum(one.numel() * one.element_size() for one in views.values())
         except UsageError:
             raise
         except Exception as error:  # torch's text is about its own arguments, and about trust
@@ -181,17 +186,45 @@ def _plain_archive(file: Path, opened: IO[bytes]) -> io.BytesIO:
 def _require_plain(file: Path, pickled: bytes) -> None:
     """Raises UsageError for what no state of a run has.
 
-    A name of something that can be called may ask for any memory; a container in several places, for any time.
+    A name of something that can be called may ask for any memory; nested objects for any stack; a few of them, each in
+    several places of the next, for any time where a walk meets them at every place, as the hash of a key does.
     """
-    containers, before = set(), ""
+    stack, made, marks, memo = list[_Held](), list[_Held](), list[int](), dict[object, _Held]()
     for opcode, value, _ in pickletools.genops(pickled):
+        taken = opcode.stack_before
         if opcode.name == "GLOBAL" and not _NAMED.fullmatch(str(value)):
             raise _no_checkpoint(file, f"it names {printable(str(value))}")
-        if "PUT" in opcode.name and before not in ("GLOBAL", "BINUNICODE"):
-            containers.add(value)
-        if "GET" in opcode.name and value in containers:
-            raise _no_checkpoint(file, "it has an object in several places")
-        before = opcode.name
+        if opcode.name == "MARK":
+            marks.append(len(stack))
+        elif "GET" in opcode.name:
+            stack.append(memo[value])
+        elif "PUT" in opcode.name:
+            memo[value] = stack[-1]
+        else:
+            is_marked = pickletools.markobject in taken
+            start = marks.pop() - taken.index(pickletools.markobject) if is_marked else len(stack) - len(taken)
+            stack[start:], held = [], stack[start:]
+            if opcode.name in _FILLING:
+                held[0].extend(held[1:])
+                held = held[0]
+            made.append(held)
+            stack.extend([held] * len(opcode.stack_after))
+    extents: dict[int, tuple[int, int]] = {}
+    for one in made:  # also what the state does not hold: it is built all the same
+        _extent(one, extents, file, MOST_SPREAD * len(pickled))
+
+
+def _extent(held: _Held, known: dict[int, tuple[int, int]], file: Path, most: int, level: int = 1) -> tuple[int, int]:
+    """How many objects a walk over an object meets, and on how many levels. Raises UsageError for too many."""
+    if level <= _MOST_LEVELS and id(held) not in known:
+        inside = [_extent(one, known, file, most, level + 1) for one in held]
+        known[id(held)] = 1 + sum(count for count, _ in inside), 1 + max((levels for _, levels in inside), default=0)
+    count, levels = known.get(id(held), (1, level))
+    if levels > _MOST_LEVELS:
+        raise _no_checkpoint(file, f"its objects nest in more than {_MOST_LEVELS} levels")
+    if count > most:
+        raise _no_checkpoint(file, f"its objects stand in more than {most:,} places")
+    return count, levels
 
 
 def _tensors_in(state: object) -> Iterator[Any]:
