@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import tempfile
 import types
 import zipfile
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,29 @@ def test_damaged_numbers_are_one_line_without_control_characters(run: Path, file
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
     assert f"{file} is not that of the run in config.json: {said}" in result.stderr
     assert not CONTROL.search(result.output)
+
+
+@pytest.mark.parametrize(
+    ("path", "held", "said"),
+    [
+        (("episodes", "returns"), ["a"], "ValueError: could not convert string to float"),
+        (("episodes", "lengths"), [None], "TypeError: int"),
+        (("schedule", "first"), ["a", 1.0], "ValueError: could not convert string to float"),
+        (("normalizers", "observations", "var"), torch.ones(7), "RuntimeError: The expanded size"),
+        (("collector", "torch_rng"), [3], "TypeError: "),
+        (("optimizer", "param_groups", 0, "betas"), "ab", "TypeError: '<=' not supported"),
+        (("optimizer", "state", 0, "exp_avg"), torch.zeros(3), "ValueError: the optimizer's state of weights 0 has"),
+        (("optimizer", "state", 0), {}, "ValueError: the optimizer's state of weights 0 has the shapes {}, expected"),
+    ],
+    ids=lambda one: one[-1] if isinstance(one, tuple) else "",
+)
+def test_a_damaged_state_is_one_line(run: Path, path: tuple[Any, ...], held: Any, said: str):
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    reduce(operator.getitem, path[:-1], state)[path[-1]] = held
+    torch.save(state, run / "checkpoint.pt")
+    result = muster("train", "--resume", str(run), *GO_ON)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
+    assert f"checkpoint.pt is not that of the run in config.json: {said}" in result.stderr
 
 
 def repacked(

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from muster.algorithms.actor_critic import ActorCritic, act, as_seen, torch_threads
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
 from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_parts import EpisodeWindow, Losses, PPOMetrics, Schedule, check_envs, require_finite_rows
+from muster.algorithms.ppo_parts import (
+    EpisodeWindow,
+    Losses,
+    PPOMetrics,
+    Schedule,
+    check_envs,
+    require_adams,
+    require_finite_rows,
+)
 from muster.errors import TrainingDiverged
 from muster.rollout.collector import Collector
 from muster.rollout.returns import gae
@@ -281,6 +289,7 @@ class PPO:
         With another ``total_steps`` an annealed learning rate falls from what was reached to 0 at the new end; a run
         that had finished starts at the config's again.  learning_rate: what to start from instead.
         """
+        require_adams(state["optimizer"], self.optimizer)
         self._load(state)
         self.schedule.load_state_dict(state["schedule"], self.steps, learning_rate)
         self._complete = self._state(), None

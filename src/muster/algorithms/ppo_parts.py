@@ -97,6 +97,19 @@ def _finite(rows: Tensor) -> Tensor:
     return (rows.float() if rows.is_floating_point() else rows).isfinite()
 
 
+def require_adams(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raises where a state is not that of the optimizer's weights: the fused Adam writes beyond a moment too small."""
+    for group in state["param_groups"]:
+        numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        torch.optim.Adam([torch.empty(0)], **numbers)  # which checks them
+    weights = [one for group in optimizer.param_groups for one in group["params"]]
+    for number, held in state["state"].items():
+        expected = {"step": (), **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(weights[number].shape))}
+        got = {name: tuple(one.shape) for name, one in held.items()}
+        if got != expected:
+            raise ValueError(f"the optimizer's state of weights {number} has the shapes {got}, expected {expected}")
+
+
 class Rates(NamedTuple):
     """What one iteration learns with."""
 
@@ -142,7 +155,7 @@ class Schedule:
         last_step = self._last_step
         self._first_step, self._last_step = int(state["first_step"]), int(state["last_step"])
         finished = steps >= int(state["total_steps"])
-        self._first = Rates(*state["first"])
+        self._first = Rates(*map(float, state["first"]))
         self.began_again = False
         if self._last_step == last_step and learning_rate is None:
             return
@@ -192,8 +205,8 @@ class EpisodeWindow:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.ended = int(state["ended"])
-        self.returns = deque(state["returns"], EPISODE_WINDOW)
-        self.lengths = deque(state["lengths"], EPISODE_WINDOW)
+        self.returns = deque(map(float, state["returns"]), EPISODE_WINDOW)
+        self.lengths = deque(map(int, state["lengths"]), EPISODE_WINDOW)
 
 
 class Losses(NamedTuple):
