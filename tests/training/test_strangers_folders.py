@@ -355,6 +355,7 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, 
         file.truncate(2 * memory_left()[0])
     with pytest.raises(UsageError, match=r"best\.pt asks for more memory than there is: [\d,]+ bytes"):
         load_policy(run, checkpoint="best")
+    (run / "best.pt").unlink()
     monkeypatch.setattr(run_folder, "memory_left", lambda: (1_000_000, "of a small machine"))
     for changes in (
         {"hidden_sizes": [1], "spaces": {**spaces, "observations": {**box, "shape": [24_000]}}},

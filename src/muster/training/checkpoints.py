@@ -151,9 +151,11 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
     return state
 
 
-def copies_after(run: Path, steps: int) -> list[str]:
-    """The names of the copies of states after more than so many steps."""
-    return [copy for copy in files_in(run, COPIES, COPY) if copy > f"{COPIES}/{_name_of(steps)}"]
+def states_after(run: Path, steps: int) -> list[str]:
+    """The names of the best state and of copies, where they are of more than so many steps."""
+    with reading(run / BEST):
+        best = [BEST] if has_file(run, BEST) and read_checkpoint(run, BEST)["steps"] > steps else []
+    return best + [copy for copy in files_in(run, COPIES, COPY) if copy > f"{COPIES}/{_name_of(steps)}"]
 
 
 def _no_checkpoint(file: Path, problem: str) -> UsageError:

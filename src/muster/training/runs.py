@@ -18,7 +18,7 @@ from muster.algorithms import PPO, PPOMetrics
 from muster.errors import DISK_FULL, UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
-from muster.training.checkpoints import Checkpoints, Evaluation, copies_after, read_checkpoint
+from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
@@ -167,7 +167,7 @@ def _load(ppo: PPO, folder: RunFolder, console: Console, learning_rate: float | 
         return 0.0
     with reading(folder.checkpoint_path):
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
-    if later := copies_after(folder.path, ppo.steps):
+    if later := states_after(folder.path, ppo.steps):
         raise UsageError(
             f"{folder.path} would go on from step {ppo.steps:,}, and has later states, whose places new ones would "
             f"take: {', '.join(later)}. Move them elsewhere first"
