@@ -14,7 +14,7 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
-from muster.training.run_folder import naming, read_file, reading, replace_file
+from muster.training.run_folder import read_file, reading, write_named
 
 INK, MUTED, LINE, GOAL = "#1f2937", "#6b7280", "#2563eb", "#059669"
 
@@ -62,10 +62,7 @@ class Picture:
         self.axes.set(xticks=[], yticks=[])
 
     def save(self, path: Path) -> None:
-        """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown.
-
-        A link that lies in the way is replaced, but for those to devices and fds: /dev/stdout is one.
-        """
+        """Writes the picture as `write_named` does, a PNG or what else the suffix names, or raises UsageError."""
         handles, _ = self.axes.get_legend_handles_labels()
         if handles:  # below the curves, wherever these go
             columns = min(len(handles), 3)
@@ -75,11 +72,7 @@ class Picture:
             self._figure.savefig(file, format=path.suffix[1:] or "png")
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
-        if path.parent.resolve() in (Path("/dev"), Path("/dev/fd").resolve()):
-            with naming(path):
-                path.write_bytes(file.getvalue())
-        else:
-            replace_file(path.parent, path.name, file.getvalue())
+        write_named(path, file.getvalue())
 
 
 def as_written(number: str) -> str:

@@ -7,6 +7,7 @@ replaces the old one. The folder may come from elsewhere: no link in it is follo
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import io
 import itertools
@@ -391,6 +392,28 @@ def replace_file(run: Path, name: str, content: bytes | memoryview) -> None:
             raise
         with suppress(OSError):  # not every file system can
             os.fsync(holder)
+
+
+def write_named(path: Path, content: bytes) -> None:
+    """Writes what a user has named: in the place of a file or of a link, but into a pipe, a device or an open fd."""
+    if path.parent.resolve() == Path("/dev") and path.is_symlink():
+        path = path.parent / path.readlink()  # of /dev/stdout, to an fd
+    with naming(path):
+        if path.parent.resolve() == Path("/dev/fd").resolve() and path.name.isdecimal():
+            file = os.dup(int(path.name))  # opened anew it would begin at the start: what is printed would lie over it
+        elif path.exists() and not path.is_file() and not path.is_symlink():
+            try:
+                file = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                raise UsageError(f"{path} is a pipe that nobody reads. Start its reader first") from None
+            os.set_blocking(file, True)
+        else:
+            replace_file(path.parent, path.name, content)
+            return
+        with open(file, "wb") as opened:
+            opened.write(content)
 
 
 class GrowingFile:
