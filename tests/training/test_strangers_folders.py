@@ -295,7 +295,7 @@ PLACES, LEVELS = r"its objects stand in more than [\d,]+ places", "its objects n
         (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s."), PLACES),
         (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s}."), PLACES),
         (partial(repacked, state={}, pickled=b"\x80\x02})" + b"\x85" * 400_000 + b"K\x01s."), LEVELS),
-        (partial(repacked, state={}, pickled=b"\x80\x02]q\x00h\x00a."), LEVELS),
+        (partial(repacked, state={}, pickled=b"\x80\x02]q\x00h\x00a."), "it fills an object that it has referred to"),
         (
             partial(repacked, state={}, pickled=b"\x80\x02" + b"]" * 10**6),
             "what is no tensor in it takes 1,000,002 bytes",

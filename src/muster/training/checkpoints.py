@@ -10,6 +10,7 @@ import re
 import time
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -45,7 +46,14 @@ _NAMED = re.compile(  # by a checkpoint
     r"torch (Float|Double|Half|BFloat16|Byte|Bool|Short|Int|Long)Storage"
 )
 
-_Held = list["_Held"]  # an object in a pickle, as those that it holds
+
+@dataclass(slots=True)
+class _Extent:
+    """How many objects a walk over an object in a pickle meets, itself among them, and on how many levels."""
+
+    places: int = 1
+    levels: int = 1
+    is_shared: bool = False
 
 
 class Evaluation(NamedTuple):
@@ -191,7 +199,7 @@ def _require_plain(file: Path, pickled: bytes) -> None:
     A name of something that can be called may ask for any memory; nested objects for any stack; a few of them, each in
     several places of the next, for any time where a walk meets them at every place, as the hash of a key does.
     """
-    stack, made, marks, memo = list[_Held](), list[_Held](), list[int](), dict[object, _Held]()
+    stack, memo, marks = list[_Extent](), dict[object, _Extent](), list[int]()
     for opcode, value, _ in pickletools.genops(pickled):
         taken = opcode.stack_before
         if opcode.name == "GLOBAL" and not _NAMED.fullmatch(str(value)):
@@ -200,33 +208,23 @@ def _require_plain(file: Path, pickled: bytes) -> None:
             marks.append(len(stack))
         elif "GET" in opcode.name:
             stack.append(memo[value])
+            memo[value].is_shared = True
         elif "PUT" in opcode.name:
             memo[value] = stack[-1]
         else:
             is_marked = pickletools.markobject in taken
             start = marks.pop() - taken.index(pickletools.markobject) if is_marked else len(stack) - len(taken)
             stack[start:], held = [], stack[start:]
-            if opcode.name in _FILLING:
-                held[0].extend(held[1:])
-                held = held[0]
-            made.append(held)
-            stack.extend([held] * len(opcode.stack_after))
-    extents: dict[int, tuple[int, int]] = {}
-    for one in made:  # also what the state does not hold: it is built all the same
-        _extent(one, extents, file, MOST_SPREAD * len(pickled))
-
-
-def _extent(held: _Held, known: dict[int, tuple[int, int]], file: Path, most: int, level: int = 1) -> tuple[int, int]:
-    """How many objects a walk over an object meets, and on how many levels. Raises UsageError for too many."""
-    if level <= _MOST_LEVELS and id(held) not in known:
-        inside = [_extent(one, known, file, most, level + 1) for one in held]
-        known[id(held)] = 1 + sum(count for count, _ in inside), 1 + max((levels for _, levels in inside), default=0)
-    count, levels = known.get(id(held), (1, level))
-    if levels > _MOST_LEVELS:
-        raise _no_checkpoint(file, f"its objects nest in more than {_MOST_LEVELS} levels")
-    if count > most:
-        raise _no_checkpoint(file, f"its objects stand in more than {most:,} places")
-    return count, levels
+            one = held.pop(0) if opcode.name in _FILLING else _Extent()
+            if one.is_shared:  # its holders would grow, too
+                raise _no_checkpoint(file, "it fills an object that it has referred to")
+            one.places += sum(inner.places for inner in held)
+            one.levels = max([one.levels, *(1 + inner.levels for inner in held)])
+            if one.levels > _MOST_LEVELS:
+                raise _no_checkpoint(file, f"its objects nest in more than {_MOST_LEVELS} levels")
+            if one.places > MOST_SPREAD * len(pickled):
+                raise _no_checkpoint(file, f"its objects stand in more than {MOST_SPREAD * len(pickled):,} places")
+            stack.extend([one] * len(opcode.stack_after))
 
 
 def _tensors_in(state: object) -> Iterator[Any]:
