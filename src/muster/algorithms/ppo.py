@@ -25,15 +25,7 @@ from torch import Tensor, nn
 from muster.algorithms.actor_critic import ActorCritic, act, as_seen, torch_threads
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
 from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_parts import (
-    EpisodeWindow,
-    Losses,
-    PPOMetrics,
-    Schedule,
-    check_envs,
-    require_adams,
-    require_finite_rows,
-)
+from muster.algorithms.ppo_parts import EpisodeWindow, Losses, PPOMetrics, Schedule, check_envs, require_finite_rows
 from muster.errors import TrainingDiverged
 from muster.rollout.collector import Collector
 from muster.rollout.returns import gae
@@ -289,7 +281,7 @@ class PPO:
         With another ``total_steps`` an annealed learning rate falls from what was reached to 0 at the new end; a run
         that had finished starts at the config's again.  learning_rate: what to start from instead.
         """
-        require_adams(state["optimizer"], self.optimizer)
+        _require_adams(state["optimizer"], self.optimizer)
         self._load(state)
         self.schedule.load_state_dict(state["schedule"], self.steps, learning_rate)
         self._complete = self._state(), None
@@ -312,6 +304,19 @@ class PPO:
             self.observations.moments.load_state_dict(state["normalizers"]["observations"])
         if self.rewards is not None:
             self.rewards.load_state_dict(state["normalizers"]["rewards"])
+
+
+def _require_adams(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raises where a state is not that of the optimizer's weights: the fused Adam writes beyond a moment too small."""
+    for group in state["param_groups"]:
+        # Which checks them.
+        torch.optim.Adam([torch.empty(0)], **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")})
+    weights = [one for group in optimizer.param_groups for one in group["params"]]
+    for number, held in state["state"].items():
+        expected = {"step": (), **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(weights[number].shape))}
+        got = {name: tuple(one.shape) for name, one in held.items()}
+        if got != expected:
+            raise ValueError(f"the optimizer's state of weights {number} has the shapes {got}, expected {expected}")
 
 
 def _seed(sequence: np.random.SeedSequence) -> int:

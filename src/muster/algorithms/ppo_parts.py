@@ -97,19 +97,6 @@ def _finite(rows: Tensor) -> Tensor:
     return (rows.float() if rows.is_floating_point() else rows).isfinite()
 
 
-def require_adams(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raises where a state is not that of the optimizer's weights: the fused Adam writes beyond a moment too small."""
-    for group in state["param_groups"]:
-        numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        torch.optim.Adam([torch.empty(0)], **numbers)  # which checks them
-    weights = [one for group in optimizer.param_groups for one in group["params"]]
-    for number, held in state["state"].items():
-        expected = {"step": (), **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(weights[number].shape))}
-        got = {name: tuple(one.shape) for name, one in held.items()}
-        if got != expected:
-            raise ValueError(f"the optimizer's state of weights {number} has the shapes {got}, expected {expected}")
-
-
 class Rates(NamedTuple):
     """What one iteration learns with."""
 
