@@ -25,15 +25,7 @@ from muster.training.events import charts
 from muster.training.film import film_episode
 from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_folder import (
-    BEST,
-    LOST_METRICS,
-    RunFolder,
-    as_word,
-    new_folder,
-    reading,
-    states_in,
-)
+from muster.training.run_folder import BEST, LOST_METRICS, RunFolder, as_word, new_folder, reading, states_in
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
@@ -272,22 +264,20 @@ def _print_result(
         solved = mean_return >= goal and ended >= SOLVED_OVER
         over = "" if ended >= SOLVED_OVER else f" over {SOLVED_OVER} episodes"
         result += f"  [green]solved (at {goal:,g})[/]" if solved else f"  [dim]solved at {goal:,g}{over}[/]"
+    best_path = escape(str(folder.path / BEST))
     lines = {
         "mean return": result,
         "trained": f"{ppo.steps:,} steps in {format_seconds(seconds)}, {ppo.steps / seconds:,.0f} steps/s",
         "learning curve": escape(plot),
         "checkpoint": escape(str(folder.checkpoint_path)),
-        **({} if best is None else {"best evaluation": _best(folder, best)}),
+        "best evaluation": best and f"[bold]{format_return(best.mean_return)}[/] at step {best.steps:,}: {best_path}",
         "metrics": escape(str(folder.metrics_path)),
     }
     for name, text in lines.items():
-        console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
+        if text is not None:
+            console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
 
 
 def _goal_of(ppo: PPO) -> float | None:
     """The mean return at which the env counts as solved."""
     return ppo.envs.spec.reward_threshold if ppo.envs.spec else None
-
-
-def _best(folder: RunFolder, best: Evaluation) -> str:
-    return f"[bold]{format_return(best.mean_return)}[/] at step {best.steps:,}: {escape(str(folder.path / BEST))}"
