@@ -281,8 +281,7 @@ class PPO:
         With another ``total_steps`` an annealed learning rate falls from what was reached to 0 at the new end; a run
         that had finished starts at the config's again.  learning_rate: what to start from instead.
         """
-        _require_adams(state["optimizer"], self.optimizer)
-        self._load(state)
+        self._load({**state, "optimizer": _adams(state["optimizer"], self.optimizer)})
         self.schedule.load_state_dict(state["schedule"], self.steps, learning_rate)
         self._complete = self._state(), None
         self._under_way = False
@@ -306,17 +305,16 @@ class PPO:
             self.rewards.load_state_dict(state["normalizers"]["rewards"])
 
 
-def _require_adams(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raises where a state is not that of the optimizer's weights: the fused Adam writes beyond a moment too small."""
-    for group in state["param_groups"]:
-        # Which checks them.
+def _adams(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of the optimizer, with moments laid out as the weights are: the fused Adam takes them to be so."""
+    for group in state["param_groups"]:  # whose numbers Adam checks
         torch.optim.Adam([torch.empty(0)], **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")})
-    weights = [one for group in optimizer.param_groups for one in group["params"]]
-    for number, held in state["state"].items():
-        expected = {"step": (), **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(weights[number].shape))}
-        got = {name: tuple(one.shape) for name, one in held.items()}
-        if got != expected:
-            raise ValueError(f"the optimizer's state of weights {number} has the shapes {got}, expected {expected}")
+    weights = [one.detach() for group in optimizer.param_groups for one in group["params"]]
+    held = {}
+    for number, one in state["state"].items():
+        like = {"step": torch.empty(()), "exp_avg": weights[number], "exp_avg_sq": weights[number]}
+        held[number] = {name: torch.empty_like(tensor).copy_(one[name]) for name, tensor in like.items()}
+    return {**state, "state": held}
 
 
 def _seed(sequence: np.random.SeedSequence) -> int:
