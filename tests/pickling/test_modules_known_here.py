@@ -159,6 +159,35 @@ def test_what_is_defined_after_a_fork_reaches_it(monkeypatch, tmp_path):
         assert envs.reset(options={"note": note})[0].shape == (1, 4)
 
 
+def test_a_fork_has_its_own_definitions_of_the_script_and_of_such_modules(tmp_path):
+    code = """
+import functools
+class Note:
+    def text(self): return ""
+    @staticmethod
+    def size(): return 1
+@functools.lru_cache
+def kept(): return 1
+def count(): return 1
+"""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "known_here_helper.py").write_text(code)
+    script = f"""{code}
+import operator, sys; sys.path[:0] = ["lib"]; import known_here_helper, muster
+sys.path.remove("lib")
+def is_own(env, index, module, path, one): return operator.attrgetter(path)(sys.modules[module]) is one
+envs = muster.make_vec("CartPole-v1", 1, backend="process", context="fork")
+for module in ("__main__", "known_here_helper"):
+    for path in ("Note", "Note.text", "Note.size", "kept", "count"):
+        sent = operator.attrgetter(path)(sys.modules[module])
+        assert envs.call(is_own, module, path, sent) == (True,), (module, path)
+envs.close()
+print("all")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "all\n", done.stderr
+
+
 def test_an_id_may_name_a_class_of_such_a_module(env):
     gym.register("KnownHere-v0", "known_here_env:Env", disable_env_checker=True, order_enforce=False)
     try:

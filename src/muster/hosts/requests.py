@@ -53,10 +53,9 @@ class Packed:
     """
 
     data: bytes
-    by_value: bytes | None = None  # for a fork, where `data` names what this process has defined since
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.data, self.by_value)
+        return _rebuilt, (self.data,)
 
 
 def packed(value: Any, parts: dict[str, Any], call: UserCall, *, forked: bool) -> Packed:
@@ -66,8 +65,7 @@ def packed(value: Any, parts: dict[str, Any], call: UserCall, *, forked: bool) -
     """
     if is_plain(value):
         return Packed(dumps(value))
-    data = dumps_carefully(value, parts, start_method=None, call=call)
-    return Packed(dumps(value, shares_main=True), data) if forked else Packed(data)
+    return Packed(dumps_carefully(value, parts, start_method=None, to_fork=forked, call=call))
 
 
 def opened(result: bytes) -> Any:
@@ -78,12 +76,10 @@ def opened(result: bytes) -> Any:
         raise not_rebuilt_here(error) from None
 
 
-def _rebuilt(data: bytes, by_value: bytes | None) -> Any:
+def _rebuilt(data: bytes) -> Any:
     try:
         return Unpickler(io.BytesIO(data)).load()
     except Exception as error:
-        if by_value is not None:
-            return _rebuilt(by_value, None)
         send = "Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
         refusal = not_rebuilt("what was sent to the worker", error, send)
         refusal.__cause__ = error
