@@ -423,6 +423,18 @@ def alarm(after_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting for a pending call")
+def test_an_alarm_ends_the_wait_of_a_close_with_a_timeout(tmp_path: Path) -> None:
+    gate = tmp_path / "open"
+    envs = AsyncVectorEnv([partial(Gated, gate)] * 2, context="fork")
+    envs.reset()
+    envs.step_async(ACTIONS[:2])
+    with pytest.raises(TooLong), alarm(0.3):
+        envs.close(timeout=BOUND_S)
+    gate.touch()
+    envs.close()
+
+
 @pytest.mark.parametrize("make", [muster.make_vec, AsyncVectorEnv])
 def test_an_alarm_bounds_a_step_and_the_reset_after_it(make: Callable[..., Any], tmp_path: Path) -> None:
     gate = tmp_path / "open"

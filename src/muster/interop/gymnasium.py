@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from gymnasium.vector import VectorEnv as GymnasiumsVectorEnv
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 
 from muster.backends.base import Backend
-from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout, WrongType
+from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout, WorkerError, WrongType
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
 from muster.interop.agreed_spaces import (
@@ -299,22 +298,16 @@ class AsyncVectorEnv(_DropIn):
         limits = FOR_EVER
         if terminate:
             limits = AT_ONCE
-        elif limit_s is not None and not self._pending_ends_within(limit_s):
-            limits = in_all(0.0, f"timeout={limit_s:g}")
-        self.close_within(limits)
-
-    def _pending_ends_within(self, limit_s: float) -> bool:
-        """Whether the pending call, if there is one, ends in time; drops what comes of it."""
-        ends = time.monotonic() + limit_s
-        while not self.closed and (self.calling or self.num_pending):
-            left_s = max(0.0, ends - time.monotonic())
+        elif limit_s is not None:
             try:
-                super().call_wait(left_s) if self.calling else super().recv(None, left_s)
+                self.drop_pending(limit_s)
             except WaitTimeout:
-                return False
-            except Exception:  # what an env has raised in a step that is given up
-                continue
-        return True
+                limits = in_all(0.0, f"timeout={limit_s:g}")
+            except PendingError:  # of a call that another thread is within
+                limits = in_all(limit_s, f"timeout={limit_s:g}")
+            except (ClosedError, WorkerError):  # nobody waits for envs that are closed
+                pass
+        self.close_within(limits)
 
     # ---- inside
 

@@ -343,13 +343,18 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             )
 
     @verb
-    def drop_pending(self) -> None:
-        """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it."""
+    def drop_pending(self, timeout: float | None = None) -> None:
+        """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it.
+
+        Raises WaitTimeout after `timeout` seconds.
+        """
+        ends = math.inf if timeout is None else time.monotonic() + timeout
         try:
             self._drops_pending = True
             while self.calling or self.num_pending:  # takes the answers, or the error, of at least one env
+                left_s = None if timeout is None else max(0.0, ends - time.monotonic())
                 with contextlib.suppress(EnvError, CannotTravel):
-                    SteppedEnvs.call_wait(self) if self.calling else SteppedEnvs.recv(self)
+                    SteppedEnvs.call_wait(self, left_s) if self.calling else SteppedEnvs.recv(self, None, left_s)
         finally:
             self._drops_pending = False
 
