@@ -115,6 +115,20 @@ with muster.make_vec(Threads, 1, backend="serial") as envs:
     assert re.search(words, refused), refused
 
 
+@pytest.mark.parametrize(("name", "field", "option"), [("AS", "VmSize", "v"), ("DATA", "VmData", "d")])
+def test_a_limit_of_memory_that_refuses_a_thread_is_named(name: str, field: str, option: str) -> None:
+    program = f"""
+import threading
+threading.stack_size(1 << 26)
+(held,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("{field}:"))
+limit(name, number + held * 1024)
+say(lambda: make("thread", 1))
+"""
+    out = said(program, name, 1 << 25, "")
+    words = rf"hold \d+ bytes of memory \(RLIMIT_{name}, `ulimit -{option}`\), and holds \d+\. Allow more"
+    assert re.match(rf"LimitReached .*worker 0 .*, of 1, could not start: this process may {words}", out), out
+
+
 @needs_root
 def test_a_limit_that_a_replacement_meets_is_named() -> None:
     program = """
