@@ -175,6 +175,22 @@ ASKED: dict[str, Callable[[MultiCollector, dict[str, Any]], object]] = {
 BEGINS_ANEW = ("reset", "load_state_dict", "rollout")
 
 
+def moments_before(asked: str, collector: MultiCollector, state: dict[str, Any]) -> int:
+    """The moments before a call of the collector has reached its replicas: their number is the interpreter's."""
+    reached: list[int] = []
+    counting, verb = Interruption(sys.maxsize), "collect" if asked == "rollout" else asked
+    with pytest.MonkeyPatch.context() as patch:
+        original = getattr(collector._collectors, verb)
+
+        def noted(*arguments: Any) -> object:
+            reached.append(counting.num_moments - 1)
+            return original(*arguments)
+
+        patch.setattr(collector._collectors, verb, noted)
+        counting.run(ASKED[asked], collector, state)
+    return reached[0]
+
+
 # In a finalizer, which gives back the memory of a batch, Python drops what is raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("leaves_nothing")
@@ -187,7 +203,7 @@ def test_after_a_ctrl_c_in_a_multi_collector_the_next_rollout_is_right(asked: st
         collector.rollout()
         state = collector.state_dict()
         ASKED[asked](collector, state)
-        for moment in itertools.count(18, every):  # before that a call has not begun
+        for moment in itertools.count(moments_before(asked, collector, state), every):
             collector.call("echo", 1.0)  # batches that were begun are ready
             batches, interruption = collector.batches, Interruption(moment)
             if not interruption.run(ASKED[asked], collector, state):
