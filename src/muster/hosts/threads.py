@@ -116,7 +116,8 @@ class ThreadPool(BasePool[_Thread]):
         try:
             for one in self._places:
                 with Uninterrupted():
-                    self._start_thread(one)
+                    if not starts(one.thread):
+                        raise limit_reached(errno.EAGAIN, f"{one.name}, of {len(self._places)}, could not start")
                 while not self._said:
                     if not self._wait(min(SLICE_S, max(0.0, deadline - time.monotonic()))):
                         self.watch(0.0)
@@ -132,10 +133,6 @@ class ThreadPool(BasePool[_Thread]):
             self.close(AT_ONCE)
             raise
         return facts
-
-    def _start_thread(self, one: _Thread) -> None:
-        if not starts(one.thread):
-            raise limit_reached(errno.EAGAIN, f"{one.name}, of {len(self._places)}, could not start")
 
     def _too_slow(self, one: _Thread, doing: str) -> Exception:
         return WorkerTimeout(one.name, doing, f"start_timeout={self._start_timeout_s} s")
