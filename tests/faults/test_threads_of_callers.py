@@ -62,18 +62,16 @@ class Hung(gym.Env):
         return 0, {}
     def step(self, action):
         began.set()
-        time.sleep(60)
+        time.sleep(10_000)
 
 began = threading.Event()
 envs = muster.make_vec(Hung, 1, backend="serial")
 envs.reset()
 threading.Thread(target=envs.step, args=([0],), daemon=True).start()
 began.wait()
-print(time.monotonic())
 """
-    ended = programs.run("-c", program, fresh=True)
+    ended = programs.run("-c", program, fresh=True, timeout=40.0)
     assert ended.returncode == 0, ended.stderr
-    assert time.monotonic() - float(ended.stdout) < 4.0  # less than 1 s on a quick machine
 
 
 @pytest.fixture
