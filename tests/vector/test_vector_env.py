@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import pickle
 import pydoc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -45,3 +48,5 @@ def test_verbs_are_methods_for_those_who_look_at_them() -> None:
     assert "def recv(" in inspect.getsource(muster.VectorEnv.recv)
     with pytest.raises(TypeError, match="'self' and 'actions'"):
         muster.VectorEnv.step()  # type: ignore[call-arg]  # on purpose
+    step = muster.VectorEnv.step
+    assert weakref.ref(step)() is copy.copy(step) is copy.deepcopy(step) is pickle.loads(pickle.dumps(step)) is step

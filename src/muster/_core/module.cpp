@@ -319,6 +319,7 @@ void bind_caller(nb::module_& m) {
 struct Verb {
   PyObject_HEAD
   PyObject* method;
+  PyObject* weakrefs;
   vectorcallfunc call;
 };
 
@@ -353,7 +354,9 @@ PyObject* bind_verb(PyObject* self, PyObject* envs, PyObject*) {
 PyObject* attribute_of_verb(PyObject* self, PyObject* name) { return PyObject_GetAttr(method_of(self), name); }
 
 Ref make_verb(PyObject* method) {
-  static PyMemberDef members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Verb, call), READONLY, nullptr}, {}};
+  static PyMemberDef members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Verb, call), READONLY, nullptr},
+                                  {"__weaklistoffset__", T_PYSSIZET, offsetof(Verb, weakrefs), READONLY, nullptr},
+                                  {}};
   static PyType_Slot slots[] = {{Py_tp_members, members},
                                 {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
                                 {Py_tp_descr_get, reinterpret_cast<void*>(&bind_verb)},

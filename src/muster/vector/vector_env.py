@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import itertools
 import math
 import time
@@ -344,15 +345,12 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def drop_pending(self, timeout: float | None = None) -> None:
-        """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it.
-
-        Raises WaitTimeout after `timeout` seconds.
-        """
+        """Waits for every answer that envs still owe, and drops it, as users cannot take it. Raises WaitTimeout."""
         ends = math.inf if timeout is None else time.monotonic() + timeout
         try:
             self._drops_pending = True
             while self.calling or self.num_pending:  # takes the answers, or the error, of at least one env
-                left_s = None if timeout is None else max(0.0, ends - time.monotonic())
+                left_s = None if timeout is None else ends - time.monotonic()
                 with contextlib.suppress(EnvError, CannotTravel):
                     SteppedEnvs.call_wait(self, left_s) if self.calling else SteppedEnvs.recv(self, None, left_s)
         finally:
@@ -460,6 +458,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return self._backend.slab.obs_batch(self._all, objects, copies), infos
 
 
+copyreg.pickle(type(SteppedEnvs.step), lambda step: step.__qualname__)  # by its name, as a function; a copy is itself
 weakref.finalize(SteppedEnvs, end_threads)  # runs after the vector envs' finalizers, which are made later
 
 
