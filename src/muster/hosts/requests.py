@@ -65,7 +65,7 @@ def packed(value: Any, parts: dict[str, Any], call: UserCall, *, forked: bool) -
     """
     if is_plain(value):
         return Packed(dumps(value))
-    return Packed(dumps_carefully(value, parts, start_method=None, to_fork=forked, call=call))
+    return Packed(dumps_carefully(value, parts, start_method=None, forks=forked, call=call))
 
 
 def opened(result: bytes) -> Any:

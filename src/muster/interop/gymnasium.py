@@ -21,7 +21,7 @@ from gymnasium.vector import VectorEnv as GymnasiumsVectorEnv
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 
 from muster.backends.base import Backend
-from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout, WorkerError, WrongType
+from muster.errors import ActionError, ClosedError, PendingError, UsageError, WaitTimeout, WorkerError, WrongType
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
 from muster.interop.agreed_spaces import (
@@ -295,18 +295,14 @@ class AsyncVectorEnv(_DropIn):
         if self._pending() != "default" and not self.closed:
             logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
         limit_s = checks.timeout_of(timeout)
-        limits = FOR_EVER
-        if terminate:
-            limits = AT_ONCE
-        elif limit_s is not None:
+        limits = AT_ONCE if terminate else FOR_EVER
+        if limit_s is not None and not terminate:
             try:
                 self.drop_pending(limit_s)
             except WaitTimeout:
                 limits = in_all(0.0, f"timeout={limit_s:g}")
-            except PendingError:  # of a call that another thread is within
+            except (UsageError, WorkerError):  # another thread is within a call or has closed this, or a worker's death
                 limits = in_all(limit_s, f"timeout={limit_s:g}")
-            except (ClosedError, WorkerError):  # nobody waits for envs that are closed
-                pass
         self.close_within(limits)
 
     # ---- inside

@@ -27,12 +27,12 @@ from muster.pickling.walk import is_found_by_name, is_importable
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
     """Cloudpickle's pickler, which here also pickles these caches and dispatchers, and modules by their names.
 
-    What only this process knows travels by value. lays_main, to_fork: see `Definitions`.
+    What only this process knows travels by value. lays_main, forks: see `Definitions`.
     """
 
-    def __init__(self, file: io.BytesIO, *, lays_main: bool = False, to_fork: bool = False, **options: Any) -> None:
+    def __init__(self, file: io.BytesIO, *, lays_main: bool = False, forks: bool = False, **options: Any) -> None:
         super().__init__(file, **options)
-        self._definitions = Definitions(lays=lays_main, to_fork=to_fork)
+        self._definitions = Definitions(lays=lays_main, forks=forks)
         self._by_value = _ByValue()
 
     def dump(self, obj: Any) -> None:

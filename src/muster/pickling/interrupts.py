@@ -91,9 +91,8 @@ def _give_back() -> None:
         for number in _NUMBERS:
             if type(held := _signal.getsignal(number)) is _Held:
                 set_handler(number, held.handler)
-        for number in list(came):
+        for number, (handler, frame) in list(came.items()):
             if number in came:  # a handler that holds signals back, too, has let the others through
-                handler, frame = came[number]
                 del came[number]  # not by pop(), at whose end another handler may raise
                 handler(number, frame)
     except BaseException:

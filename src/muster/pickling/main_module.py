@@ -193,11 +193,11 @@ class Definitions:
 
     lays: the receiver lays them over its modules of these names, which also become the globals of the functions.
     Otherwise they only fill gaps there: what an env uses already stays as it is.
-    to_fork: the receiver is a fork of this process, which has of the script what was defined before it.
+    forks: the receiver is a fork of this process, which has of the script what was defined before it.
     """
 
-    def __init__(self, *, lays: bool, to_fork: bool = False) -> None:
-        self.lays, self._to_fork = lays, to_fork
+    def __init__(self, *, lays: bool, forks: bool = False) -> None:
+        self.lays, self._forks = lays, forks
         self.found: dict[str, dict[str, Any]] = {}
 
     def note(self, value: Any) -> bool:
@@ -213,7 +213,7 @@ class Definitions:
             return False
         if isinstance(value, type) or "." not in name:  # methods come with their class
             self.found.setdefault(module, {})[name] = value
-        return self._to_fork or module != MAIN_NAMES[0]
+        return self._forks or module != MAIN_NAMES[0]
 
     def globals_of(self, value: Any) -> Any:
         """The globals of the function `value`, as the receiver is to find them; None where cloudpickle's will do."""

@@ -52,7 +52,7 @@ def attempt(
     silence_s: float,
     before: Sequence[Any] = (),
     lays_main: bool = False,
-    to_fork: bool = False,
+    forks: bool = False,
     limit_s: float | None = None,
     skip: Collection[int] = (),
     big: list[pickle.PickleBuffer] | None = None,
@@ -61,7 +61,7 @@ def attempt(
     """Pickles ``value`` with cloudpickle.
 
     before: pickled before it, each as a pickle of its own that shares its objects with the others: what the receiver
-    needs before it loads the rest, by one Unpickler.  lays_main, to_fork: see `main_module.Definitions`.
+    needs before it loads the rest, by one Unpickler.  lays_main, forks: see `main_module.Definitions`.
     silence_s: an object that takes longer than this counts as hanging.  limit_s: the limit for the whole; None for no
     limit.  skip: ids of objects that a placeholder replaces, to find what else fails.
     big: receives the memory of big arrays, which is then no part of the pickle.
@@ -69,8 +69,7 @@ def attempt(
     """
     buffer = io.BytesIO()
     buffer_callback = None if big is None else lambda one: not takes(one, big)
-    to = {"lays_main": lays_main, "to_fork": to_fork}
-    pickler = _ReportingPickler(buffer, skip, buffer_callback, shares=fds is not None, **to)
+    pickler = _ReportingPickler(buffer, skip, buffer_callback, shares=fds is not None, lays_main=lays_main, forks=forks)
     outcome = PickleAttempt(noted=pickler.noted, seen=pickler.seen, shared=pickler.shared)
 
     def run() -> None:

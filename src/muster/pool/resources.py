@@ -132,11 +132,10 @@ def _limit_of_threads() -> str:
         limits.append((int(most_maps), holds, "this process", 2, "hold", "memory mappings", "vm.max_map_count"))
     stack_bytes = max(threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0], 1 << 21)
     fields = dict(line.split(":", 1) for line in read_text(Path("/proc/self/status")).splitlines())
-    memory = stack_bytes, "hold", "bytes of memory"
     for name, field, option in (("AS", "VmSize", "v"), ("DATA", "VmData", "d")):
         if (most := resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]) != resource.RLIM_INFINITY:
-            holds = int(fields[field].split()[0]) * 1024
-            limits.append((most, holds, "this process", *memory, f"RLIMIT_{name}, `ulimit -{option}`"))
+            memory = stack_bytes, "hold", "bytes of memory", f"RLIMIT_{name}, `ulimit -{option}`"
+            limits.append((most, int(fields[field].split()[0]) * 1024, "this process", *memory))
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if most != resource.RLIM_INFINITY and ((count := threads_of_user()) <= most or os.getuid() != 0):
         limits.append((most, count, "this user", *tasks, "RLIMIT_NPROC, `ulimit -u`"))  # root may often start more
