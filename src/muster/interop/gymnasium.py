@@ -15,13 +15,22 @@ import numpy as np
 from gymnasium import VectorizeMode, logger
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.envs.registration import make_vec as gymnasiums_make_vec
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as GymnasiumsVectorEnv
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 
 from muster.backends.base import Backend
-from muster.errors import ActionError, ClosedError, PendingError, UsageError, WaitTimeout, WorkerError, WrongType
+from muster.errors import (
+    ActionError,
+    ClosedError,
+    ConfigError,
+    PendingError,
+    UsageError,
+    WaitTimeout,
+    WorkerError,
+    WrongType,
+)
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
 from muster.interop.agreed_spaces import (
@@ -82,7 +91,7 @@ class _Writer(LenientWriter):
             return super().write(actions, ids)
         except ActionError as error:
             if not isinstance(actions, Iterable):
-                raise TypeError(str(error)) from error
+                raise WrongType(str(error)) from error
             raise
 
 
@@ -112,7 +121,7 @@ class _DropIn(VectorEnv):
     def _check_reset(self, seed: Seeds, options: dict[str, Any] | None) -> None:
         """Gymnasium's checks of reset's arguments, in its words."""
         if isinstance(seed, (list, tuple)) and len(seed) != self.num_envs:
-            raise ValueError(
+            raise ConfigError(
                 f"If seeds are passed as a list the length must match num_envs={self.num_envs} but got "
                 f"length={len(seed)}."
             )
@@ -120,18 +129,19 @@ class _DropIn(VectorEnv):
             return
         mask, name = options["reset_mask"], "`options['reset_mask']`"
         if not isinstance(mask, np.ndarray):
-            raise TypeError(f"{name} must be a numpy array, got {type(mask)}")
+            raise WrongType(f"{name} must be a numpy array, got {type(mask)}")
         if mask.shape != (self.num_envs,):
-            raise ValueError(f"{name} must have shape `({self.num_envs},)`, got {mask.shape}")
+            raise ConfigError(f"{name} must have shape `({self.num_envs},)`, got {mask.shape}")
         if mask.dtype != np.bool_:
-            raise TypeError(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
+            raise WrongType(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
         if not mask.any():
-            raise ValueError(f"{name} must contain a boolean array with at least one True value, got reset_mask={mask}")
+            expected = "must contain a boolean array with at least one True value"
+            raise ConfigError(f"{name} {expected}, got reset_mask={mask}")
 
     def set_attr(self, name: str, values: Any) -> None:
         """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
         if isinstance(values, (list, tuple)) and len(values) != self.num_envs:
-            raise ValueError(
+            raise ConfigError(
                 "Values must be a list or tuple with length equal to the number of environments. Got "
                 f"`{len(values)}` values for {self.num_envs} environments."
             )
@@ -281,7 +291,7 @@ class AsyncVectorEnv(_DropIn):
         self.require_open()
         if (pending := self._pending()) != "default":
             method = doing if doing == "set_attr" else f"{doing}_async"
-            raise AlreadyPendingCallError(
+            raise PendingError(
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", pending
             )
         self._doing = doing
