@@ -263,8 +263,8 @@ void bind_stepper(nb::module_& m) {
               ActionNode& action, int autoreset, bool check_finite, bool lenient, PyObject* reward_key,
               bool actions_by_mail, PyObject* env_host, nb::handle budget) {
              new (self) Stepper(slab, host, first_env, envs.ptr(), std::move(obs), std::move(action),
-                                Autoreset(autoreset), check_finite, lenient, reward_key, actions_by_mail,
-                                env_host, wait_budget_of(budget));
+                                Autoreset(autoreset), {check_finite, lenient, Ref::borrow(reward_key)},
+                                actions_by_mail, env_host, wait_budget_of(budget));
            },
            nb::kw_only(), "slab"_a, "host"_a, "first_env"_a, "envs"_a, "obs"_a, "action"_a, "autoreset"_a,
            "check_finite"_a, "lenient"_a, "reward_key"_a.none(), "actions_by_mail"_a, "env_host"_a, "wait_budget"_a)
