@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.processes.replica_pool import ReplicaPool
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
+from muster.vector.checks import values_of
 
 MULTI_COLLECTOR = replace(
     COLLECTOR,
@@ -211,12 +212,9 @@ class MultiCollector(BatchSource):
 
         With ``on_failure="restart"`` it is set again in an env that is built again.
         """
-        if not isinstance(values, (list, tuple)):
-            values = [values] * self._num_envs
-        if len(values) != self._num_envs:
-            raise ConfigError(f"set_attr({name!r}): expected {self._num_envs} values, one an env, got {len(values)}")
+        by_env = values_of(name, values, self._num_envs)
         with self._between_batches():
-            self._collectors.set_attr(name, values)
+            self._collectors.set_attr(name, by_env)
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
@@ -351,9 +349,9 @@ class StayingCollector:
         """Between batches `VectorEnv.call` on all envs, in the order of their indices among all."""
         return tuple(self._collector.envs.call(name, *args, **kwargs))
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
         """Between batches `VectorEnv.set_attr` with a value for each env."""
-        self._collector.envs.set_attr(name, values)
+        self._collector.envs.set_attr(name, [*values.values()])
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
         """One env's observation and action spaces."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import os
@@ -11,6 +12,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from torch import Tensor
 from muster.backends.process import ENV_PRELOADS, with_hints
 from muster.errors import ClosedError, SpecMismatch
 from muster.hosts.recipe_plans import Recipes, plans_of
-from muster.hosts.requests import Call, Packed, SetAttr, opened, packed, with_attribute
+from muster.hosts.requests import Call, KeptAttributes, SetAttr, opened, packed
 from muster.introspection import caller_stacklevel
 from muster.pickling import named_arguments
 from muster.pool.closing import close_abandoned
@@ -97,7 +99,9 @@ class ReplicaPool:
         self._nouns = with_hints(nouns, self._call_words, len(recipes), options.num_workers)
         self._processes, self._close_limits = options.processes(_PRELOADS), options.close_limits(nouns)
         self._plans = self._planned(recipes, policy_factory, collector_options, options)
-        self._fates = Fates(self._plans, self._nouns, options.restarts)
+        self._packed = pack = partial(packed, call=self._call_words, forked=self._processes.context == "fork")
+        kept = KeptAttributes(len(recipes), lambda value, name: pack(value, {name: value}))
+        self._fates = Fates(self._plans, self._nouns, options.restarts, kept)
         with naming_limits("the collectors could not start"), standard_fds():
             self._batch_memory = BatchMemory()
             self._weights_fd = memfd("weights")
@@ -233,18 +237,19 @@ class ReplicaPool:
         answers = self._ask_all(Call(self._packed((name, args, kwargs), parts)), words)
         return tuple(itertools.chain.from_iterable(map(opened, answers)))
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
         requests = {}
-        for k, (first, last) in enumerate(itertools.pairwise(self._firsts)):
-            parts = {f"values[{env}]": values[env] for env in range(first, last)}
-            requests[k] = SetAttr(self._packed((name, list(values[first:last])), parts))
-        before = self._fates.attributes
-        now = [with_attribute(before[k], name, request) for k, request in requests.items()]
-        self._fates.attributes = now  # first: a replica may die meanwhile
-        answers = self._ask(requests, f"answering set_attr({name!r})")
-        refused = {k: answer for k, answer in answers.items() if isinstance(answer, Raised)}
-        self._fates.attributes = [before[k] if k in refused else now[k] for k in self._collectors]
-        self._raise_first(refused)
+        for k, plan in enumerate(self._plans):
+            parts = {f"values[{env}]": values[env] for env in plan.envs}
+            requests[k] = SetAttr(self._packed((name, {env: values[env] for env in plan.envs}), parts))
+
+        def act() -> dict[int, Raised]:
+            answers = self._ask(requests, f"answering set_attr({name!r})").items()
+            raised = {k: answer for k, answer in answers if isinstance(answer, Raised)}
+            return {env: one for k, one in raised.items() for env in one.refused or self._plans[k].envs}
+
+        refused = self._fates.attributes.set(name, values, act)
+        self._raise_first({bisect.bisect(self._firsts, env) - 1: one for env, one in refused.items()})
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
         found: tuple[Space[Any], Space[Any]] = self._ask_all(AskSpaces())[0]
@@ -269,9 +274,6 @@ class ReplicaPool:
     def close(self) -> None:
         self._stop_filling()
         self._pool.close(self._close_limits)
-
-    def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
-        return packed(value, parts, self._call_words, forked=self._processes.context == "fork")
 
     def _ask_all(self, question: object, words: str = "answering a call") -> list[Any]:
         """The answers of all collectors. Raises the first failure."""
