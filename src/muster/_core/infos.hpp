@@ -27,7 +27,7 @@ class InfoTable {
 
   // Stores `info` in `row` and returns the number of its schema. hint: the number that this env's last info had.
   uint32_t write(PyObject* info, char* row, PyObject* objects, uint32_t hint) {
-    if (!PyDict_Check(info)) return write(Returned::as_dict(info).get(), row, objects, hint);
+    if (!PyDict_CheckExact(info)) return write(Returned::as_dict(info).get(), row, objects, hint);
     if (PyDict_GET_SIZE(info) == 0) return kEmpty;
     const Py_ssize_t objects_before = PyList_GET_SIZE(objects);
     auto fits = [&](const Columns& columns) {

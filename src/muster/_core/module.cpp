@@ -334,7 +334,7 @@ PyObject* call_verb(PyObject* self, PyObject* const* args, size_t count, PyObjec
   Caller* caller;
   try {
     const Ref found = checked(PyObject_GetAttr(args[0], name));
-    if (!nb::try_cast(nb::handle(found.get()), caller)) {
+    if (!nb::try_cast(nb::handle(found.get()), caller) || !caller) {  // None is a null pointer
       PyErr_Format(PyExc_TypeError, "%.200R is no vector env: its _caller is %.200R", args[0], found.get());
       throw PythonError{};
     }

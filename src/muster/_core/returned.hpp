@@ -20,14 +20,15 @@ struct Returned {
     throw PythonError{};
   }
 
-  // Returns the items of a mapping that is no dict, such as a MappingProxyType.
+  // Returns the items of a mapping that is not just a dict, such as a MappingProxyType.
   static Ref as_dict(PyObject* info) {
-    if (!PyMapping_Check(info) || !PyObject_HasAttrString(info, "keys")) {
+    if (!PyMapping_Check(info) || !PyObject_HasAttrString(info, "items")) {
       PyErr_Format(PyExc_TypeError, "info must be a dict, got %U", type_name(info).get());
       throw PythonError{};
     }
+    const Ref items = checked(PyMapping_Items(info));  // a class made from dict may have its own
     Ref dict = checked(PyDict_New());
-    check(PyDict_Update(dict.get(), info));
+    check(PyDict_MergeFromSeq2(dict.get(), items.get(), 1));
     return dict;
   }
 
@@ -54,7 +55,7 @@ struct Returned {
     if (is_sent) {
       const Ref numbers = checked(PyArray_FromAny(value, PyArray_DescrFromType(NPY_DOUBLE), 0, 0,
                                                   NPY_ARRAY_CARRAY_RO | NPY_ARRAY_FORCECAST, nullptr));
-      if (PyDict_Check(info.get())) info = checked(PyDict_Copy(info.get()));
+      info = PyDict_CheckExact(info.get()) ? checked(PyDict_Copy(info.get())) : as_dict(info.get());
       check(PyObject_SetItem(info.get(), reward_key.get(), numbers.get()));
       return std::nan("");
     }

@@ -15,16 +15,17 @@ import numpy as np
 from gymnasium import VectorizeMode, logger
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.envs.registration import make_vec as gymnasiums_make_vec
-from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as GymnasiumsVectorEnv
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 
+from muster._core import verb
 from muster.backends.base import Backend
 from muster.errors import (
     ActionError,
     ClosedError,
     ConfigError,
+    NotPendingError,
     PendingError,
     UsageError,
     WaitTimeout,
@@ -113,6 +114,7 @@ class _DropIn(VectorEnv):
         super().__init__(assemble(backend, parts, SteppingOptions(self.autoreset_mode, copy=copy)))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
 
+    @verb
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
         """Starts `reset`; `reset_wait` takes the result. Raises ValueError, TypeError."""
         self._check_reset(seed, options)
@@ -253,6 +255,7 @@ class AsyncVectorEnv(_DropIn):
 
     # ---- the calls, each refused while another is pending
 
+    @verb
     def reset_wait(self, timeout: float | None = None, **private: Any) -> tuple[Any, dict[str, Any]]:
         """The result of `reset_async`. Raises multiprocessing.TimeoutError; the reset then stays pending."""
         with self._waiting("reset", timeout):
@@ -270,17 +273,20 @@ class AsyncVectorEnv(_DropIn):
             self.require_idle("step")
             raise
 
+    @verb
     def step_wait(self, timeout: float | None = None, **private: Any) -> StepResult:
         """The result of `step_async`. Raises multiprocessing.TimeoutError; the step then stays pending."""
         with self._waiting("step", timeout):
             obs, rewards, terminated, truncated, infos = super().step_wait(timeout, **private)
             return obs, _as_given(rewards, infos), terminated, truncated, infos
 
+    @verb
     def recv(self, min_envs: int | None = None, timeout: float | None = None, **private: Any) -> Batch:
         """The results of the envs that are ready, as of `muster.VectorEnv`."""
         batch = super().recv(min_envs, timeout, **private)
         return batch._replace(rewards=_as_given(batch.rewards, batch.infos))
 
+    @verb
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`. Raises multiprocessing.TimeoutError; the call then stays pending."""
         with self._waiting("call", timeout):
@@ -327,7 +333,7 @@ class AsyncVectorEnv(_DropIn):
         """Raises Gymnasium's exceptions where no call of this kind is pending, and where it takes longer."""
         self.require_open()
         if self._pending() != kind:
-            raise NoAsyncCallError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
+            raise NotPendingError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
         try:
             yield
         except WaitTimeout as error:
