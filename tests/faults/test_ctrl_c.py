@@ -455,3 +455,15 @@ def test_an_alarm_bounds_a_step_and_the_reset_after_it(
         gate.touch()
         assert envs.reset()[0][:, 2].tolist() == [0, 0]
         assert envs.step(ACTIONS[:2])[0][:, 2].tolist() == [1, 1]
+
+
+def test_an_alarm_that_has_ended_a_step_hurries_no_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closing, "HURRIED_S", 0.0)
+    envs = muster.make_vec([partial(Gated, tmp_path / "open")] * 2, num_workers=2)
+    envs.reset()
+    with pytest.raises(TooLong), alarm(0.05, ends):
+        envs.step(ACTIONS[:2])
+    opening = threading.Timer(0.3, (tmp_path / "open").touch)
+    opening.start()
+    envs.close()  # a warning would name a worker that is killed
+    opening.join()
