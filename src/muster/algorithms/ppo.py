@@ -281,7 +281,7 @@ class PPO:
         With another ``total_steps`` an annealed learning rate falls from what was reached to 0 at the new end; a run
         that had finished starts at the config's again.  learning_rate: what to start from instead.
         """
-        self._load({**state, "optimizer": _adams(state["optimizer"], self.optimizer)})
+        self._load(state)
         self.schedule.load_state_dict(state["schedule"], self.steps, learning_rate)
         self._complete = self._state(), None
         self._under_way = False
@@ -294,7 +294,7 @@ class PPO:
     def _load(self, state: Mapping[str, Any]) -> None:
         state = copy.deepcopy(state)  # the optimizer takes its tensors as they are, and writes into them
         self.policy.load_state_dict(state["policy"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(_adams(state["optimizer"], self.optimizer))
         self.collector.load_state_dict(state["collector"])
         self.steps = int(state["steps"])
         self._minibatch_rng.set_state(state["minibatch_rng"])
