@@ -133,9 +133,13 @@ def test_a_worker_that_has_loaded_the_module_itself_uses_what_is_in_there(helper
             muster.make_vec(env.Env, 1)
 
 
-def test_a_module_made_by_hand_may_have_a_name_in_an_installed_package(env, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gymnasium.known_here", None)
-    made = by_hand("gymnasium.known_here", "from known_here_env import Env\ndef make(): return Env()", tmp_path)
+@pytest.mark.parametrize("package", ["gymnasium", "json", "known_here_package"])
+def test_a_module_made_by_hand_may_have_a_name_in_a_package(env, package, tmp_path, monkeypatch):
+    for name in ("known_here_package", f"{package}.known_here"):
+        monkeypatch.setitem(sys.modules, name, None)
+    by_hand("known_here_package", "__path__ = []", tmp_path)
+    code = "import known_here_env\nclass Env(known_here_env.Env): pass\ndef make(): return Env()"
+    made = by_hand(f"{package}.known_here", code, tmp_path)
     with muster.make_vec(made.make, 1) as envs:
         assert envs.reset()[0].tolist() == [[4, 1]]
 

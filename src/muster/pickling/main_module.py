@@ -134,7 +134,7 @@ def is_only_here(name: str) -> bool:
         return True
     # A class may have set `__module__` to anything.
     module = sys.modules.get(name) if isinstance(name, str) and not by_name.get() else None
-    if type(module) is not types.ModuleType or name.partition(".")[0] in sys.stdlib_module_names:
+    if type(module) is not types.ModuleType or name in sys.stdlib_module_names:
         return False
     folder = ""
     with contextlib.suppress(OSError):  # it is gone
@@ -248,7 +248,11 @@ class _Noted:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies: one pickler, with one memo, dumps `worker_init` first and then the recipes, for which more is noted.
-        return dict, ({module: dict(named) for module, named in self._definitions.found.items()},)
+        found = {module: dict(named) for module, named in self._definitions.found.items()}
+        for package in self._definitions.found:
+            while is_only_here(package := package.rpartition(".")[0]):  # `import` needs it to find what is within
+                found.setdefault(package, {})["__path__"] = list(vars(sys.modules[package]).get("__path__", ()))
+        return dict, (found,)
 
 
 class _Globals:
