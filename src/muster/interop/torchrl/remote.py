@@ -122,18 +122,14 @@ class Pool:
         Other messages and answers, and what envs still owe, are dropped: they are of a verb that Ctrl-C has ended.
         Raises what an env has raised.
         """
-        noted, self._noted, self._answers = self._noted, {}, {}
-        if envs is not None:
-            noted = {env: noted[env] for env in envs}
+        noted = {env: self._noted[env] for env in (self._noted if envs is None else envs)}
+        self._noted, self._answers = {}, {}
         self.vector_env.drop_pending()
-        if not noted:
-            return
-        numbers = self._as_numbers(noted)
-        if numbers is not None:
+        if noted and (numbers := self._as_numbers(noted)) is not None:
             self._run(list(noted), numbers)
-            return
-        pickled = {env: self._pickled(env, message) for env, message in noted.items()}
-        self._answers = dict(enumerate(self.vector_env.call("perform", pickled)))
+        elif noted:
+            pickled = {env: self._pickled(env, message) for env, message in noted.items()}
+            self._answers = dict(enumerate(self.vector_env.call("perform", pickled)))
 
     def _run(self, envs: Sequence[int], actions: Sequence[tuple[int, int]]) -> None:
         """Has some envs carry out commands, and waits for them. actions: the command and key set of each."""
@@ -187,7 +183,6 @@ class Pool:
 
     def close(self, shutdown_timeout: float) -> None:
         """Closes the envs and ends the processes, after at most this many seconds for each and once more for all."""
-        self._noted = {}
         self.vector_env.close_within(
             in_all(shutdown_timeout * (self._backend.num_workers + 1), f"shutdown_timeout={shutdown_timeout:g}")
         )
