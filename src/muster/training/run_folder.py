@@ -71,6 +71,11 @@ class RunFolder:
             os.close(self._lock)
             raise
 
+    @classmethod
+    def create(cls, parent: Path, name: str) -> RunFolder:
+        """A new folder for a run called ``name``, see `new_folder`: for programs that write runs of their own."""
+        return cls(new_folder(parent, name))
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes ``config`` as JSON; TensorBoard shows its values that are no dicts among the hparams."""
         self._config = dict(config)
