@@ -117,9 +117,13 @@ def starts(thread: threading.Thread) -> bool:
 
 
 def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:
-    """Whether `buffer` is big and in one piece; adds it to `big` if so."""
+    """Whether `buffer` is big and in one piece; adds it to `big` if so.
+
+    Not bytes: among the big ones they are pickles, whose memory goes once they are read.
+    """
     try:
-        is_big = buffer.raw().nbytes >= _BIG_BYTES
+        raw = buffer.raw()
+        is_big = raw.nbytes >= _BIG_BYTES and not isinstance(raw.obj, bytes)
     except BufferError:  # not in one piece
         return False
     if is_big:
