@@ -28,7 +28,7 @@ from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
-from muster.rollout.processes.replica_pool import ReplicaPool
+from muster.rollout.processes.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
 
@@ -149,7 +149,7 @@ class MultiCollector(BatchSource):
         require_shapes(self.policy)
         obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
         if obstacle is None:
-            return ReplicaPool(
+            return Replicas(
                 recipes,
                 self.policy,
                 policy_factory,
@@ -386,7 +386,7 @@ class StayingCollector:
         self._collector.shutdown()
 
 
-CollectorSet = ReplicaPool | StayingCollector
+CollectorSet = Replicas | StayingCollector
 """Collectors that share all envs, with a policy that each of them has, or that acts for all.
 
 A set is made for batches of all envs, or for batches of the one collector that is ready first. Where the policy is a
