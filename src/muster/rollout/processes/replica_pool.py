@@ -28,7 +28,7 @@ from muster.pool.set_up import Processes
 from muster.pool.verbs import Answered, Lost
 from muster.rollout.collector_set import Filled
 from muster.rollout.processes.batch_memory import BatchMemory, Block, own, stop_flag
-from muster.rollout.processes.fates import Fates
+from muster.rollout.processes.fates import Fates, ReplicaFailed
 from muster.rollout.processes.replica import (
     COUNTS,
     AskFields,
@@ -348,9 +348,8 @@ class ReplicaPool:
             successor = self._fates.successor(collector, reason)
         self._pool.replace(collector, reason, successor, self._close_limits)
 
-    def _error(self, collector: int, raised: Raised) -> BaseException:
-        """The error that a replica has raised. Closes the pool where restarting its envs did not help."""
-        if not raised.is_final:
-            return self._fates.raised(collector, raised.failed)
-        self.close()
-        return raised.failed.original() or self._fates.raised(collector, raised.failed)
+    def _error(self, collector: int, raised: Raised) -> ReplicaFailed:
+        """What a replica has raised. Closes the pool where restarting its envs did not help."""
+        if raised.is_final:
+            self.close()
+        return self._fates.raised(collector, raised.failed, raised.is_final)

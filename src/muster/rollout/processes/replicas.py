@@ -25,6 +25,7 @@ from muster.pool.resources import naming_limits
 from muster.recipes.recipe import Recipe
 from muster.rollout.beside_weights import BesideWeights
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
+from muster.rollout.processes.fates import ReplicaFailed
 from muster.rollout.processes.policy_travel import pack_factory, pack_policy
 from muster.rollout.processes.replica import ReplicaPlan
 from muster.rollout.processes.replica_pool import PRELOADS, PoolPlan, ReplicaPool
@@ -65,7 +66,7 @@ class Replicas:
         weakref.finalize(self, os.close, self._weights_fd)
         self._pool = ReplicaPool(plan, self._weights_fd)
         try:
-            with naming_limits("the collectors could not start"), self._translating():
+            with naming_limits("the collectors could not start"), self._rebuilding():
                 self._begin()
         except BaseException:
             self.close()
@@ -163,21 +164,21 @@ class Replicas:
     # ---- what the pool is asked for
 
     def collect(self) -> Filled:
-        with self._translating():
+        with self._rebuilding():
             return self._pool.collect()
 
     def give_up(self) -> None:
-        with self._translating():
+        with self._rebuilding():
             self._pool.give_up()
 
     def reset(self, round_number: int, frames: int = 0) -> None:
-        with self._translating():
+        with self._rebuilding():
             self._pool.reset(self._seeds(round_number), frames)
 
     def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         parts = {"the function": name} | named_arguments(args, kwargs)
         words = f"answering call({name!r})" if isinstance(name, str) else "answering call()"
-        with self._translating():
+        with self._rebuilding():
             answers = self._pool.call(Call(self._packed((name, args, kwargs), parts)), words)
         return tuple(itertools.chain.from_iterable(map(opened, answers)))
 
@@ -186,11 +187,11 @@ class Replicas:
         for k, (first, last) in enumerate(itertools.pairwise(self._firsts)):
             parts = {f"values[{env}]": values[env] for env in range(first, last)}
             requests[k] = SetAttr(self._packed((name, list(values[first:last])), parts))
-        with self._translating():
+        with self._rebuilding():
             self._pool.set_attr(name, requests)
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
-        with self._translating():
+        with self._rebuilding():
             return self._pool.spaces()
 
     def stats(self) -> dict[str, Any]:
@@ -210,9 +211,12 @@ class Replicas:
         return [int(word) for word in sequence.generate_state(self._count)]
 
     @contextlib.contextmanager
-    def _translating(self) -> Iterator[None]:
+    def _rebuilding(self) -> Iterator[None]:
+        """Raises the user's errors in place of what the pool raises."""
         try:
             yield
+        except ReplicaFailed as failed:
+            raise failed.error() from None
         except ClosedError:
             raise ClosedError("the collector processes have ended; make another MultiCollector") from None
 
