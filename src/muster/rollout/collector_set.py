@@ -15,11 +15,15 @@ from muster.rollout.storage import Storage
 
 
 class Filled(NamedTuple):
-    """A complete storage.  first_env: its first env's index among all.  versions: int64 ``[n]``, of weights, by env."""
+    """A complete storage.  first_env: its first env's index among all.  versions: int64 ``[n]``, of weights, by env.
+
+    notes: what the user is to be warned of, such as a collector that was replaced.
+    """
 
     storage: Storage
     first_env: int
     versions: Array
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,9 @@ class MultiCollector(BatchSource):
         self._collectors.give_up()
 
     def _collect(self) -> TensorDict:
-        storage, first_env, versions = self._collectors.collect()
+        storage, first_env, versions, notes = self._collectors.collect()
+        for note in notes:
+            warnings.warn(note, RuntimeWarning, stacklevel=caller_stacklevel())
         self.frames += int(storage.mask.sum())
         batch = self._batch_over(storage, first_env)
         batch["collector", "policy_version"] = torch.from_numpy(versions).unsqueeze(1).repeat(1, storage.T)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +16,6 @@ from torch import Tensor
 from muster.backends.process import ENV_PRELOADS
 from muster.errors import SpecMismatch
 from muster.hosts.requests import Call, SetAttr, with_attribute
-from muster.introspection import caller_stacklevel
 from muster.pool.closing import CloseLimits, close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.launcher_client import standard_fds
@@ -68,7 +66,7 @@ class ReplicaPool:
     """Replicas of a policy with shares of envs, in processes of their own.
 
     With `max_restarts` an env that raises is replaced in its replica. A replica that dies, or whose policy raises, is
-    replaced with all its envs: its part of the current batch is lost, and a warning says why.
+    replaced with all its envs: its part of the current batch is lost, and the batch's notes say why.
 
     sync: a batch is of all envs; once `threshold` (a number) of the collectors are done, the others stop. Otherwise a
     batch is of one collector's envs, and each collector begins its next batch before its last one is returned.
@@ -231,17 +229,17 @@ class ReplicaPool:
         count = len(self._collectors)
         offset, block = self._batch_memory.take_block(self._layouts[0].block_bytes)
         storage = self._layouts[0].storage(block)
-        versions = np.zeros(storage.N, np.int64)
+        versions, notes = np.zeros(storage.N, np.int64), list[str]()
         self._order(dict.fromkeys(self._collectors, (offset, block)))
         while self._filling:
             enough = max(1, min(len(self._filling), int(np.ceil(self._threshold)) - (count - len(self._filling))))
             for k, _, collected in self._receive(enough):
                 part = slice(self._plans[k].envs.start, self._plans[k].envs.stop)
-                versions[part] = self._finish(k, storage, part, collected)
+                versions[part] = self._finish(k, storage, part, collected, notes)
             if count - len(self._filling) >= self._threshold:
                 stop_flag(block)[0] = 1
         own(block)
-        return Filled(storage, 0, versions)
+        return Filled(storage, 0, versions, notes)
 
     def _collect_first(self) -> Filled:
         while not self._ready:
@@ -253,10 +251,10 @@ class ReplicaPool:
 
     def _take_ready(self, min_collectors: int) -> None:
         for k, block, collected in self._receive(min_collectors):
-            storage = self._layouts[k].storage(block)
-            version = self._finish(k, storage, slice(0, storage.N), collected)
+            storage, notes = self._layouts[k].storage(block), list[str]()
+            version = self._finish(k, storage, slice(0, storage.N), collected, notes)
             own(block)
-            self._ready.append(Filled(storage, self._plans[k].envs.start, np.full(storage.N, version)))
+            self._ready.append(Filled(storage, self._plans[k].envs.start, np.full(storage.N, version), notes))
 
     def _order_idle(self) -> None:
         if idle := [k for k in self._collectors if k not in self._filling]:
@@ -292,23 +290,23 @@ class ReplicaPool:
             done.append((one.place, block, content))
         return done
 
-    def _finish(self, collector: int, storage: Storage, part: slice, collected: Collected | None) -> int:
-        """Adds to the storage what the collector's process could not write into it; returns the weights' version."""
+    def _finish(
+        self, collector: int, storage: Storage, part: slice, collected: Collected | None, notes: list[str]
+    ) -> int:
+        """Adds to the storage what the collector's process could not write into it; returns the weights' version.
+
+        notes: receives what the user has to know of it.
+        """
+        name = self._nouns.name(collector)
         if collected is None:
             storage.blank(part)
-            warnings.warn(
-                f"{self._nouns.name(collector)} was replaced, and its part of this batch is masked. What had happened: "
-                f"{self._fates.reasons.pop(collector)}",
-                RuntimeWarning,
-                stacklevel=caller_stacklevel(),
-            )
+            reason = self._fates.reasons.pop(collector)
+            notes.append(f"{name} was replaced, and its part of this batch is masked. What had happened: {reason}")
             return 0
         if collected.lost:
-            warnings.warn(
-                f"{self._nouns.name(collector)} was built again, and what set_attr had set is lost: {collected.lost}. "
-                "It goes on with what its constructor gives it: call set_attr again, or give the factory the value",
-                RuntimeWarning,
-                stacklevel=caller_stacklevel(),
+            notes.append(
+                f"{name} was built again, and what set_attr had set is lost: {collected.lost}. "
+                "It goes on with what its constructor gives it: call set_attr again, or give the factory the value"
             )
         self._frames[collector] += int(storage.mask[:, part].sum())
         storage.finals += [Final(one.time, part.start + one.env, one.leaves) for one in collected.finals]
