@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 import gymnasium as gym
 import numpy as np
@@ -56,6 +57,15 @@ def test_workers_read_the_same_memory_and_write_to_their_own(context):
         envs.call(lambda env, index: env.unwrapped.spoil() if index == 0 else None)
         # The two envs of a worker have one array, as they would have in the caller's process.
         assert [total for total, *_ in envs.call("sums")] == [112 * MEGABYTE, 112 * MEGABYTE, *[16 * MEGABYTE] * 2]
+
+
+def test_an_array_that_a_worker_gets_twice_is_two_in_it():
+    big, fd = np.ones(MEGABYTE, np.uint8), memfd("test")
+    big_arrays = BigArrays(fd, [[pickle.PickleBuffer(big)] * 2])
+    first, second = (np.frombuffer(one, np.uint8) for one in map_big_arrays(fd, big_arrays.places[0]))
+    first[:] = 7
+    assert (first.sum(), second.sum()) == (7 * MEGABYTE, MEGABYTE)
+    os.close(fd)
 
 
 def test_a_replaced_worker_gets_them_as_they_were_at_first():

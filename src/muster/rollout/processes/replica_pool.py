@@ -99,6 +99,8 @@ class ReplicaPool:
         count = len(self._collectors)
         judge = MemoryPlan(count, count, "error", min(usable_cores(), count)).accepts
         self._pool.start(judge if count > 1 else None)
+        for plan in self._plans:
+            plan.big.clear()  # the pool has stored them
         if not self._fates.restarts:
             self._pool.never_replaces()
         self.reset(seeds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,10 +85,14 @@ class Replicas:
         """Raises CannotTravel, and what `check_forkable` raises."""
         nouns = collector_nouns([range(*ends) for ends in itertools.pairwise(self._firsts)])
         processes, step_timeout = options.processes(PRELOADS), options.step_timeout
+        policy: list[Any] = []  # its pickle, and big buffers, which collectors that are no forks read where they lie
+        big: list[pickle.PickleBuffer] | None = None if self._forks else []
         if policy_factory is not None:
-            policy: bytes | None = pack_factory(policy_factory, processes.context)
-        else:
-            policy = None if self._policy is None else pack_policy(self._policy)
+            policy = [pack_factory(policy_factory, processes.context, big)]
+        elif self._policy is not None:
+            policy = [pack_policy(self._policy, big)]
+        if big is not None:
+            policy = [*map(pickle.PickleBuffer, policy), *big]
 
         def content(own: Recipes, envs: range) -> ReplicaPlan:
             batch_envs = len(recipes) if sync else len(envs)
@@ -95,7 +100,7 @@ class Replicas:
             return ReplicaPlan(
                 own,
                 envs.start,
-                policy,
+                policy if self._forks else len(policy),
                 policy_is_factory=policy_factory is not None,
                 part=(envs.start, envs.stop) if sync else (0, len(envs)),
                 batch_envs=batch_envs,
@@ -107,8 +112,11 @@ class Replicas:
                 },
             )
 
+        plans = plans_of(recipes, self._firsts, processes, content)
+        for plan in () if self._forks else plans:
+            plan.big += policy
         return PoolPlan(
-            plans_of(recipes, self._firsts, processes, content),
+            plans,
             processes,
             with_hints(nouns, self._call_words, len(recipes), self._count),
             None if step_timeout is None else Limit(step_timeout, f"{nouns.step_timeout}={step_timeout}"),
