@@ -92,6 +92,13 @@ class Named(Counter):
         return super().reset(seed=seed, options=options)[0], {"names": np.array(["a", None], object)}
 
 
+class Computed(dict[str, int]):
+    """Makes its values when it is asked for them."""
+
+    def items(self) -> Any:
+        return {"score": 7}.items()
+
+
 class InfoContract:
     """The part of `BackendContract` that is about infos: Gymnasium's format, whatever the envs put into them."""
 
@@ -104,13 +111,15 @@ class InfoContract:
 
     def test_values_keep_the_types_that_gymnasium_hands_on(self, make: MakeVec) -> None:
         scripts: list[list[dict[str, Any]]] = [[KINDS, {}], [{}, {"deep": KINDS}], [KINDS, {"int": None}]]
+        scripts += [[Computed(), OrderedDict(KINDS), {}]]
         factories = [functools.partial(Infos, script, length=3) for script in scripts]
         envs = make(factories, autoreset_mode="same_step")
         reference = gym.vector.SyncVectorEnv(factories, autoreset_mode=AutoresetMode.SAME_STEP)
         envs.reset()
         reference.reset()
         for _ in range(3):  # the last one ends the episodes
-            assert typed(envs.step(np.zeros(3, int))[4]) == typed(reference.step(np.zeros(3, int))[4])
+            infos, expected = envs.step(np.zeros(4, int))[4], reference.step(np.zeros(4, int))[4]
+            assert typed(infos) == typed(expected)
 
     def test_values_keep_the_types_that_sb3_hands_on(self, make: MakeVec) -> None:
         vec_env = pytest.importorskip("stable_baselines3.common.vec_env")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
 import threading
@@ -409,12 +410,13 @@ class TooLong(Exception):
     """What a handler of SIGALRM raises."""
 
 
-@contextlib.contextmanager
-def alarm(after_s: float) -> Iterator[None]:
-    def ends(*_: object) -> None:
-        raise TooLong
+def ends(*_: object) -> None:
+    raise TooLong
 
-    before = signal.signal(signal.SIGALRM, ends)
+
+@contextlib.contextmanager
+def alarm(after_s: float, handler: Callable[..., Any]) -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, after_s)
     try:
         yield
@@ -423,17 +425,45 @@ def alarm(after_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting for a pending call")
+def test_an_alarm_ends_the_wait_of_a_close_with_a_timeout(tmp_path: Path) -> None:
+    gate = tmp_path / "open"
+    envs = AsyncVectorEnv([partial(Gated, gate)] * 2, context="fork")
+    envs.reset()
+    envs.step_async(ACTIONS[:2])
+    with pytest.raises(TooLong), alarm(0.3, ends):
+        envs.close(timeout=BOUND_S)
+    gate.touch()
+    envs.close()
+
+
+# The function in C refuses its arguments, and has no frame of its own.
+@pytest.mark.parametrize(("handler", "error"), [(ends, TooLong), (operator.index, TypeError)])
 @pytest.mark.parametrize("make", [muster.make_vec, AsyncVectorEnv])
-def test_an_alarm_bounds_a_step_and_the_reset_after_it(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_alarm_bounds_a_step_and_the_reset_after_it(
+    make: Callable[..., Any], handler: Callable[..., Any], error: type[Exception], tmp_path: Path
+) -> None:
     gate = tmp_path / "open"
     with make([partial(Gated, gate)] * 2, context="fork") as envs, contextlib.ExitStack() as at_last:
         at_last.callback(gate.touch)
         envs.reset()
         envs.step_async(ACTIONS[:2])
-        with pytest.raises(TooLong), alarm(0.05):
+        with pytest.raises(error), alarm(0.05, handler):
             envs.step_wait()
-        with pytest.raises(TooLong), alarm(0.05):  # it waits for the step
+        with pytest.raises(error), alarm(0.05, handler):  # it waits for the step
             envs.reset()
         gate.touch()
         assert envs.reset()[0][:, 2].tolist() == [0, 0]
         assert envs.step(ACTIONS[:2])[0][:, 2].tolist() == [1, 1]
+
+
+def test_an_alarm_that_has_ended_a_step_hurries_no_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closing, "HURRIED_S", 0.0)
+    envs = muster.make_vec([partial(Gated, tmp_path / "open")] * 2, num_workers=2)
+    envs.reset()
+    with pytest.raises(TooLong), alarm(0.05, ends):
+        envs.step(ACTIONS[:2])
+    opening = threading.Timer(0.3, (tmp_path / "open").touch)
+    opening.start()
+    envs.close()  # a warning would name a worker that is killed
+    opening.join()

@@ -22,6 +22,7 @@ import torch
 import muster
 from interrupting import Interruption
 from muster import MultiCollector
+from muster.interop.gymnasium import AsyncVectorEnv
 from muster.pickling.probe import attempt
 from slow import slow
 
@@ -71,7 +72,7 @@ KINDS = {"serial": [KeyboardInterrupt], "caller steps": [KeyboardInterrupt]}
 
 def is_slow(backend: str, verb: str, kind: type[BaseException]) -> bool:
     chosen = CHOSEN if kind is KeyboardInterrupt else CHOSEN_FOR_EXCEPTIONS
-    return verb not in chosen or backend not in ("serial", "process")
+    return verb not in chosen or backend not in ("serial", "process", "drop-in")
 
 
 @pytest.mark.usefixtures("leaves_nothing")
@@ -79,7 +80,7 @@ def is_slow(backend: str, verb: str, kind: type[BaseException]) -> bool:
     ("backend", "verb", "kind"),
     [
         pytest.param(backend, verb, kind, marks=[pytest.mark.slow] * is_slow(backend, verb, kind))
-        for backend, verb in itertools.product(BACKENDS, VERBS)
+        for backend, verb in itertools.product((*BACKENDS, "drop-in"), VERBS)
         for kind in KINDS.get(backend, [KeyboardInterrupt, TimeoutError])
     ],
 )
@@ -87,7 +88,8 @@ def test_after_a_ctrl_c_at_any_moment_of_a_call_the_vector_env_goes_on(
     backend: str, verb: str, kind: type[BaseException]
 ) -> None:
     begin, call = VERBS[verb]
-    with muster.make_vec(Echoing, 4, **BACKENDS[backend]) as envs:
+    made = AsyncVectorEnv([Echoing] * 4) if backend == "drop-in" else muster.make_vec(Echoing, 4, **BACKENDS[backend])
+    with made as envs:
         envs.reset()
         begin(envs)
         call(envs)  # with all that is imported at the first call
@@ -108,6 +110,7 @@ def test_after_a_ctrl_c_at_any_moment_of_a_call_the_vector_env_goes_on(
             assert obs[:, 2].tolist() == [1, 1, 1, 1], where
             assert infos["step"].tolist() == ["step 1"] * 4, where
             assert envs.call("echo", moment) == tuple((env, moment) for env in range(4)), where
+        envs.drop_pending()
         assert moment > 3
 
 
@@ -175,6 +178,22 @@ ASKED: dict[str, Callable[[MultiCollector, dict[str, Any]], object]] = {
 BEGINS_ANEW = ("reset", "load_state_dict", "rollout")
 
 
+def moments_before(asked: str, collector: MultiCollector, state: dict[str, Any]) -> int:
+    """The moments before a call of the collector has reached its replicas: their number is the interpreter's."""
+    reached: list[int] = []
+    counting, verb = Interruption(sys.maxsize), "collect" if asked == "rollout" else asked
+    with pytest.MonkeyPatch.context() as patch:
+        original = getattr(collector._collectors, verb)
+
+        def noted(*arguments: Any) -> object:
+            reached.append(counting.num_moments - 1)
+            return original(*arguments)
+
+        patch.setattr(collector._collectors, verb, noted)
+        counting.run(ASKED[asked], collector, state)
+    return reached[0]
+
+
 # In a finalizer, which gives back the memory of a batch, Python drops what is raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("leaves_nothing")
@@ -187,7 +206,7 @@ def test_after_a_ctrl_c_in_a_multi_collector_the_next_rollout_is_right(asked: st
         collector.rollout()
         state = collector.state_dict()
         ASKED[asked](collector, state)
-        for moment in itertools.count(18, every):  # before that a call has not begun
+        for moment in itertools.count(moments_before(asked, collector, state), every):
             collector.call("echo", 1.0)  # batches that were begun are ready
             batches, interruption = collector.batches, Interruption(moment)
             if not interruption.run(ASKED[asked], collector, state):

@@ -22,7 +22,7 @@ STEADY_KINDS = ["int", "float", "bool", "f4", "i1", "text", "none", "list", "arr
 
 
 class SideBySide:
-    """A drop-in and its original. Where both raise, the classes of the exceptions are compared.
+    """A drop-in and its original. Where both raise, ours is an instance of the original's exception's class, too.
 
     loose: see `difference`.
     """
@@ -41,7 +41,7 @@ class SideBySide:
         ours, theirs = _outcome(act, self.ours), _outcome(act, self.theirs)
         self.tally.faults += isinstance(theirs, Exception)
         if isinstance(ours, Exception) or isinstance(theirs, Exception):
-            if type(ours) is not type(theirs):
+            if not (isinstance(theirs, Exception) and isinstance(ours, type(theirs))):
                 raise Difference(f"{what}: {ours!r:.300}, expected {theirs!r:.300}") from (
                     ours if isinstance(ours, Exception) else None
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -47,5 +48,8 @@ def _live(options: dict[str, Any]) -> None:
 
 def _held() -> tuple[int, int, int]:
     gc.collect()
-    children = [(task / "children").read_text().split() for task in Path("/proc/self/task").iterdir()]
-    return len(os.listdir("/proc/self/fd")), sum(map(len, children)), threading.active_count()
+    children = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended meanwhile
+            children += len((task / "children").read_text().split())
+    return len(os.listdir("/proc/self/fd")), children, threading.active_count()

@@ -21,7 +21,9 @@ from muster.hosts.requests import (
     Restart,
     SetAgain,
     SetAttr,
+    packed,
 )
+from muster.pickling import MAKE_VEC
 from muster.pool.messages import Message
 from muster.transport.mail import dumps
 
@@ -98,6 +100,12 @@ def test_what_a_user_hands_over_arrives_as_it_was() -> None:
     sent = Reset([3], ResetArguments([7], Packed(dumps({"map": "small"})), passes_options=False))
     arrived = pickle.loads(dumps(sent))
     assert repr(arrived) == repr(Reset([3], ResetArguments([7], {"map": "small"}, passes_options=False)))
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_users_value_is_in_the_message_once(forked: bool) -> None:
+    value = bytes(1_000_000), Unbuildable
+    assert len(pickle.dumps(packed(value, {}, MAKE_VEC, forked=forked))) < 1_100_000
 
 
 def test_what_cannot_be_rebuilt_is_refused_for_whom_it_came(resident: EnvResident) -> None:

@@ -233,12 +233,20 @@ def test_every_verb_of_a_closed_one_is_refused_in_gymnasiums_words(vectorise):
     envs.close()
 
 
-@pytest.mark.parametrize("refused", [lambda envs: envs.step_async([0, 0]), lambda envs: envs.step_async(action=[0, 0])])
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda envs: envs.step_async([0, 0]),
+        lambda envs: envs.step_async(action=[0, 0]),
+        lambda envs: envs.reset(seed=[0]),
+        lambda envs: envs.reset(options={"reset_mask": [True]}),
+    ],
+)
 def test_a_call_that_is_refused_drops_nothing(refused):
     with AsyncVectorEnv([Counter] * 2) as envs:
         envs.reset()
         envs.step_async([0, 1])
-        with pytest.raises((AlreadyPendingCallError, TypeError)):
+        with pytest.raises((AlreadyPendingCallError, TypeError, ValueError)):
             refused(envs)
         with pytest.raises(AlreadyPendingCallError):
             envs.reset()

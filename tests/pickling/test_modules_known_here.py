@@ -133,9 +133,13 @@ def test_a_worker_that_has_loaded_the_module_itself_uses_what_is_in_there(helper
             muster.make_vec(env.Env, 1)
 
 
-def test_a_module_made_by_hand_may_have_a_name_in_an_installed_package(env, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gymnasium.known_here", None)
-    made = by_hand("gymnasium.known_here", "from known_here_env import Env\ndef make(): return Env()", tmp_path)
+@pytest.mark.parametrize("package", ["gymnasium", "json", "known_here_package"])
+def test_a_module_made_by_hand_may_have_a_name_in_a_package(env, package, tmp_path, monkeypatch):
+    for name in ("known_here_package", f"{package}.known_here"):
+        monkeypatch.setitem(sys.modules, name, None)
+    by_hand("known_here_package", "__path__ = []", tmp_path)
+    code = "import known_here_env\nclass Env(known_here_env.Env): pass\ndef make(): return Env()"
+    made = by_hand(f"{package}.known_here", code, tmp_path)
     with muster.make_vec(made.make, 1) as envs:
         assert envs.reset()[0].tolist() == [[4, 1]]
 
@@ -157,6 +161,35 @@ def test_what_is_defined_after_a_fork_reaches_it(monkeypatch, tmp_path):
         envs.set_attr("note", note)
         assert type(envs.get_attr("note")[0]) is type(note)
         assert envs.reset(options={"note": note})[0].shape == (1, 4)
+
+
+def test_a_fork_has_its_own_definitions_of_the_script_and_of_such_modules(tmp_path):
+    code = """
+import functools
+class Note:
+    def text(self): return ""
+    @staticmethod
+    def size(): return 1
+@functools.lru_cache
+def kept(): return 1
+def count(): return 1
+"""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "known_here_helper.py").write_text(code)
+    script = f"""{code}
+import operator, sys; sys.path[:0] = ["lib"]; import known_here_helper, muster
+sys.path.remove("lib")
+def is_own(env, index, module, path, one): return operator.attrgetter(path)(sys.modules[module]) is one
+envs = muster.make_vec("CartPole-v1", 1, backend="process", context="fork")
+for module in ("__main__", "known_here_helper"):
+    for path in ("Note", "Note.text", "Note.size", "kept", "count"):
+        sent = operator.attrgetter(path)(sys.modules[module])
+        assert envs.call(is_own, module, path, sent) == (True,), (module, path)
+envs.close()
+print("all")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "all\n", done.stderr
 
 
 def test_an_id_may_name_a_class_of_such_a_module(env):

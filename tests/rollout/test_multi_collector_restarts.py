@@ -271,6 +271,37 @@ def test_a_replaced_collector_is_warned_of_with_the_batch_that_it_has_cost():
     assert [one.filename for one in told] == [__file__]
 
 
+def refuse_second(env, index):
+    """Has the envs with an odd index refuse another goal."""
+    if index % 2:
+        env.unwrapped.refuses = True
+
+
+class Choosy(CountingEnv):
+    """May refuse a goal."""
+
+    goal = refuses = 0
+
+    def __setattr__(self, name, value):
+        if name == "goal" and self.refuses:
+            raise ValueError(f"no goal of {value}")
+        super().__setattr__(name, value)
+
+
+def test_values_are_set_again_in_a_replica_in_which_another_env_has_refused_its_own():
+    with Restarting(Choosy, zeros_policy, num_envs=4, frames_per_batch=8) as collector:
+        collector.set_attr("goal", [1, 2, 3, 4])
+        collector.call(refuse_second)
+        with pytest.raises(EnvError, match="no goal of 6"):
+            collector.set_attr("goal", [5, 6, 7, 8])
+        pid = collector.stats()["collectors"]["workers"][0]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        wait_for_end(pid)
+        with pytest.warns(RuntimeWarning, match=r"collector 0 \(envs 0 to 1\) was replaced"):
+            collector.rollout()
+        assert collector.get_attr("goal") == (5, 2, 7, 4)
+
+
 def test_stats_count_the_envs_steps_and_resets():
     with MultiCollector(functools.partial(CountingEnv, length=5), zeros_policy, num_envs=4, frames_per_batch=40) as c:
         for _ in range(3):

@@ -258,9 +258,11 @@ class Holding(nn.Module):
         lambda: Holding(nn.LazyLinear(2)),
         lambda: Holding(nn.Linear(2, 2), graph=torch.eye(2).to_sparse()),
         lambda: Holding(nn.Linear(2, 2), graph=nn.Parameter(torch.eye(2).to_sparse())),
+        torch.inference_mode()(lambda: Holding(nn.Linear(2, 2))),
     ],
+    ids=["lazy", "sparse buffer", "sparse parameter", "made under inference_mode"],
 )
-def test_tensors_that_lie_in_no_one_place_are_no_obstacle(make):
+def test_tensors_of_other_kinds_are_no_obstacle(make):
     policy = make()
     with Collector(count_env(), policy, num_envs=1, frames_per_batch=2, make_vec_options=SERIAL) as collector:
         collector.rollout()

@@ -123,6 +123,22 @@ def test_a_run_does_not_go_on_from_a_state_before_its_copies(tmp_path: Path):
     assert copies(run) == [384, 512]
 
 
+def test_a_run_does_not_go_on_from_a_state_before_its_best(tmp_path: Path):
+    run = tmp_path / "run"
+    kept = ("--checkpoint-every=128", "--eval-every=128", "--eval-episodes=1")
+    train("CartPole-v1", "--run-dir", str(run), "--total-steps=256", *kept)
+    shutil.move(run / "checkpoints" / "000000000128.pt", tmp_path / "earlier.pt")
+    shutil.move(run / "checkpoints" / "000000000256.pt", run / "best.pt")
+    shutil.copy(tmp_path / "earlier.pt", run / "checkpoint.pt")
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    result = muster("train", "--resume", str(run), "--total-steps=512")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
+    assert "from step 128, and has later states, whose places new ones would take: best.pt. Move" in result.stderr
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    (run / "best.pt").unlink()
+    assert muster("train", "--resume", str(run), "--total-steps=512").exit_code == 0
+
+
 def test_a_run_that_begins_again_for_want_of_states_keeps_its_metrics(tmp_path: Path):
     run = tmp_path / "run"
     train("CartPole-v1", "--run-dir", str(run), "--total-steps=384")

@@ -24,7 +24,13 @@ def test_scalars_are_read_back_with_their_steps_and_nan_is_left_out(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "there", [[], ["events.out.tfevents.99999999999999999999.000000"], ["events.out.tfevents.host.7", "metrics.csv"]]
+    "there",
+    [
+        [],
+        ["events.out.tfevents.99999999999999999999.000000"],
+        ["events.out.tfevents.host.7", "metrics.csv"],
+        [f"events.out.tfevents.{'z' * 235}"],
+    ],
 )
 def test_the_next_name_comes_after_those_that_are_there(monkeypatch: pytest.MonkeyPatch, there: list[str]) -> None:
     names = [name for name in there if "tfevents" in name]
@@ -32,6 +38,7 @@ def test_the_next_name_comes_after_those_that_are_there(monkeypatch: pytest.Monk
         monkeypatch.setattr("time.time", lambda now=now: now)
         names.append(next_events_name([*there, *names]))
     assert names == sorted(set(names))
+    assert max(map(len, names)) <= 255  # bytes, of a file's name
 
 
 def test_options_are_among_the_hparams(tmp_path: Path) -> None:

@@ -87,6 +87,16 @@ def test_a_link_that_lies_in_the_way_is_not_followed(tmp_path: Path) -> None:
     assert victim.read_text() == "mine"
 
 
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.mp4"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    filmed(path)
+    with open(reader, "rb") as read:
+        assert read.read()[4:8] == b"ftyp"
+    assert path.is_fifo()
+
+
 def test_an_earlier_film_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a:b.mp4"
     path.write_text("earlier")

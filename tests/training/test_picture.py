@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from muster.training.picture import plot_learning_curve
+from muster.training.picture import Picture, plot_learning_curve
 from muster.training.run_folder import RunFolder
+
+PNG = b"\x89PNG"
 
 
 def metrics_of(path: Path, returns: list[float]) -> Path:
@@ -38,6 +41,28 @@ def test_a_picture_is_drawn_before_the_first_episode_ends(tmp_path: Path, return
     png = tmp_path / "curve.png"
     plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1", goal=475.0)
     assert matplotlib.image.imread(png).min() < 0.8
+
+
+def test_a_pipe_is_written_to(tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)  # room for all of it
+    Picture("a run").save(pipe)
+    with open(reader, "rb") as read:
+        assert read.read(1 << 20).startswith(PNG)
+    assert pipe.is_fifo()
+    plot_learning_curve(metrics_of(tmp_path / "run", []), pipe, title="a run's own waits for no reader")
+    assert pipe.is_file()
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_an_fd_is_written_to_from_where_it_is(capfdbinary: pytest.CaptureFixture[bytes], name: str):
+    os.write(1, b"before")
+    Picture("a run").save(Path(name))
+    os.write(1, b"after")
+    out = capfdbinary.readouterr().out
+    assert (out.startswith(b"before" + PNG), out.endswith(b"after")) == (True, True)
 
 
 def test_matplotlibs_backend_and_pyplot_stay_out_of_it(tmp_path: Path):

@@ -14,9 +14,7 @@ from muster.algorithms import PPOConfig
 from muster.pool import notices
 from muster.training import run_envs
 from muster.training.plan import TrainingPlan
-from muster.training.run_envs import expected_workers, open_run_envs, start_run_envs
-
-FACTORY = "gymnasium.envs.classic_control:CartPoleEnv"
+from muster.training.run_envs import open_run_envs, start_run_envs
 
 
 def plan_of(env: str = "CartPole-v1", num_envs: int = 3, **options: Any) -> TrainingPlan:
@@ -51,7 +49,7 @@ def file(monkeypatch: pytest.MonkeyPatch) -> Written:
 
 def test_a_pipe_gets_a_line(file: Written):
     start_run_envs(plan_of(num_envs=8, backend="thread", num_workers=2), Console(file=file)).close()
-    assert file.getvalue() == "starting 8 envs on 2 workers\n"
+    assert file.getvalue() == "starting 8 envs\n"
 
 
 def test_a_terminal_shows_it_until_the_envs_are_there(file: Written):
@@ -77,18 +75,3 @@ def test_it_is_not_said_twice(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert "starting 1 env in 1 process" in capfd.readouterr().err
     start_run_envs(plan_of(), Console(file=io.StringIO()), 1).close()
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("plan", "count"),
-    [
-        (plan_of(), 3),
-        (plan_of(num_workers=3), 2),
-        (plan_of(num_workers=2, caller_steps=True), 3),
-        (plan_of(FACTORY), 3),
-        (plan_of(backend="thread"), 3),
-    ],
-)
-def test_the_workers_are_those_that_there_will_be(plan: TrainingPlan, count: int):
-    with open_run_envs(plan, count) as envs:
-        assert expected_workers(plan, count) == len(envs.stats()["workers"])

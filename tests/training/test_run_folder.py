@@ -19,7 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from muster.errors import UsageError
-from muster.training.run_folder import RunFolder
+from muster.training.run_folder import RunFolder, new_folder
 
 
 def test_metrics_can_be_read_while_the_run_goes_on(tmp_path: Path):
@@ -36,7 +36,7 @@ def test_metrics_can_be_read_while_the_run_goes_on(tmp_path: Path):
 def test_config_is_json(tmp_path: Path):
     with RunFolder(tmp_path / "run") as folder:
         folder.write_config({"env": "CartPole-v1", "target_kl": None})
-        assert json.loads(folder.config_path.read_text()) == {"env": "CartPole-v1", "target_kl": None}
+        assert json.loads((folder.path / "config.json").read_text()) == {"env": "CartPole-v1", "target_kl": None}
 
 
 def test_checkpoint_is_replaced_as_a_whole(tmp_path: Path):
@@ -189,7 +189,7 @@ def test_runs_that_begin_in_the_same_second_get_folders_of_their_own(tmp_path: P
 
     def create(_: int) -> RunFolder:
         ready.wait()
-        return RunFolder.create(tmp_path, "module:ALE/Pong-v5")
+        return RunFolder(new_folder(tmp_path, "module:ALE/Pong-v5"))
 
     with ThreadPoolExecutor(count) as threads:
         folders = [folder for _ in range(10) for folder in threads.map(create, range(count))]

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import tempfile
 import types
 import zipfile
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,40 @@ def test_damaged_numbers_are_one_line_without_control_characters(run: Path, file
     assert not CONTROL.search(result.output)
 
 
+@pytest.mark.parametrize(
+    ("path", "held", "said"),
+    [
+        (("episodes", "returns"), ["a"], "ValueError: could not convert string to float"),
+        (("episodes", "lengths"), [None], "TypeError: int"),
+        (("schedule", "first"), ["a", 1.0], "ValueError: could not convert string to float"),
+        (("normalizers", "observations", "var"), torch.ones(7), "RuntimeError: The expanded size"),
+        (("collector", "torch_rng"), [3], "TypeError: "),
+        (("optimizer", "param_groups", 0, "betas"), "ab", "TypeError: '<=' not supported"),
+        (("optimizer", "state", 0, "exp_avg"), torch.zeros(3), "RuntimeError: The size of tensor"),
+        (("optimizer", "state", 0), {}, "KeyError: 'step'"),
+    ],
+    ids=lambda one: one[-1] if isinstance(one, tuple) else "",
+)
+def test_a_damaged_state_is_one_line(run: Path, path: tuple[Any, ...], held: Any, said: str):
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    reduce(operator.getitem, path[:-1], state)[path[-1]] = held
+    torch.save(state, run / "checkpoint.pt")
+    result = muster("train", "--resume", str(run), *GO_ON)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
+    assert f"checkpoint.pt is not that of the run in config.json: {said}" in result.stderr
+
+
+def test_a_moment_that_is_one_number_everywhere_is_written_to_as_the_weights_are(run: Path):
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    moments = state["optimizer"]["state"][0]
+    moments["exp_avg"] = torch.zeros(1, 1).expand(moments["exp_avg"].shape)  # its storage has four bytes
+    torch.save(state, run / "checkpoint.pt")
+    result = muster("train", "--resume", str(run), *GO_ON)
+    assert result.exit_code == 0, result.output
+    moments = torch.load(run / "checkpoint.pt", weights_only=True)["optimizer"]["state"][0]
+    assert len(moments["exp_avg"].unique()) > 1
+
+
 def repacked(
     path: Path, state: dict[str, Any], compression: int = zipfile.ZIP_STORED, pickled: bytes | None = None
 ) -> None:
@@ -256,6 +291,7 @@ def overlapping(path: Path) -> None:
 CALLED = b"\x80\x02}(X\x05\x00\x00\x00stepsK\x01X\x01\x00\x00\x00ac__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85Ru."
 SHARED = b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (n, n - 1, n - 1) for n in range(1, 61))
 KEYED = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 61))
+PLACES, LEVELS = r"its objects stand in more than [\d,]+ places", "its objects nest in more than 100 levels"
 
 
 @pytest.mark.parametrize(
@@ -266,18 +302,19 @@ KEYED = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range
         (partial(said_to_be_stored, twice=True), "BadZipFile"),
         (overlapping, r"its [\d,]+ bytes inflate to 100,000"),
         (partial(repacked, state={}, pickled=CALLED), "it names __builtin__ bytearray"),
-        (
-            partial(repacked, state={}, pickled=b"\x80\x02}X\x01\x00\x00\x00a" + SHARED + b"s."),
-            "it has an object in several places",
-        ),
-        (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s."), "it has an object in several places"),
+        (partial(repacked, state={}, pickled=b"\x80\x02}X\x01\x00\x00\x00a" + SHARED + b"s."), PLACES),
+        (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s."), PLACES),
+        (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s}."), PLACES),
+        (partial(repacked, state={}, pickled=b"\x80\x02})" + b"\x85" * 400_000 + b"K\x01s."), LEVELS),
+        (partial(repacked, state={}, pickled=b"\x80\x02]q\x00h\x00a."), "it fills an object that it has referred to"),
         (
             partial(repacked, state={}, pickled=b"\x80\x02" + b"]" * 10**6),
             "what is no tensor in it takes 1,000,002 bytes",
         ),
     ],
-    ids=["deflated", "said to be stored", "two directories", "overlapping", "called", "shared", "keyed", "lists"],
-)
+    ids=["deflated", "said to be stored", "two directories", "overlapping", "called", "shared", "keyed", "unheld",
+         "nested", "cyclic", "lists"],
+)  # fmt: skip
 def test_what_inflates_is_refused_before_it_is_read(
     run: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], said: str
 ):
@@ -292,6 +329,17 @@ def test_a_state_dict_of_parameters_can_be_loaded(run: Path):
     state["policy"] = {name: torch.nn.Parameter(tensor) for name, tensor in state["policy"].items()}
     torch.save({**state, "size": torch.Size([1]), "dtype": torch.float32}, run / "mine.pt")
     load_policy(run, checkpoint="mine")
+
+
+def test_what_stands_in_several_places_counts_once(run: Path):
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    (group,), tied = state["optimizer"]["param_groups"], torch.zeros(100_000)
+    group["own_betas"] = group["betas"]
+    more = {"again": state["policy"], "tied": [tied] * 20, "views": [tied[:] for _ in range(20)]}
+    torch.save({**state, **more}, run / "checkpoint.pt")
+    assert load_policy(run).steps == 64
+    result = muster("train", "--resume", str(run), *GO_ON)
+    assert result.exit_code == 0, result.output
 
 
 def test_tensors_that_spread_over_more_than_the_file_are_refused(run: Path):
@@ -318,6 +366,7 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, 
         file.truncate(2 * memory_left()[0])
     with pytest.raises(UsageError, match=r"best\.pt asks for more memory than there is: [\d,]+ bytes"):
         load_policy(run, checkpoint="best")
+    (run / "best.pt").unlink()
     monkeypatch.setattr(run_folder, "memory_left", lambda: (1_000_000, "of a small machine"))
     for changes in (
         {"hidden_sizes": [1], "spaces": {**spaces, "observations": {**box, "shape": [24_000]}}},

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import pickle
 import pydoc
 import threading
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,3 +49,8 @@ def test_verbs_are_methods_for_those_who_look_at_them() -> None:
     assert "def recv(" in inspect.getsource(muster.VectorEnv.recv)
     with pytest.raises(TypeError, match="'self' and 'actions'"):
         muster.VectorEnv.step()  # type: ignore[call-arg]  # on purpose
+    for caller in (None, object()):
+        with pytest.raises(TypeError, match="is no vector env"):
+            muster.VectorEnv.step(SimpleNamespace(_caller=caller), 0)  # type: ignore[arg-type]  # on purpose
+    step = muster.VectorEnv.step
+    assert weakref.ref(step)() is copy.copy(step) is copy.deepcopy(step) is pickle.loads(pickle.dumps(step)) is step

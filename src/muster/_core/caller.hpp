@@ -15,7 +15,6 @@
 
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -32,27 +31,6 @@ namespace muster {
 
 // Increases in each forked child, so that a Caller can detect that it is a copy in a child of the process that made it.
 inline std::atomic<uint32_t> g_forks{0};
-
-// Whether the exception that is set was raised by Muster's own code: innermost is a frame of that, or none.
-inline bool is_own_error() {
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);  // first: no code of Python's may run while one is set
-  static const std::string folder = [] {
-    const Ref module = checked(PyImport_ImportModule("muster.errors"));
-    const Ref path = checked(PyModule_GetFilenameObject(module.get()));
-    const std::string file = PyUnicode_AsUTF8(path.get());
-    return file.substr(0, file.rfind('/') + 1);
-  }();
-  bool is_own = true;
-  if (auto* at = reinterpret_cast<PyTracebackObject*>(trace)) {
-    while (at->tb_next) at = at->tb_next;
-    const Ref code = checked(reinterpret_cast<PyObject*>(PyFrame_GetCode(at->tb_frame)));
-    const char* file = PyUnicode_AsUTF8(reinterpret_cast<PyCodeObject*>(code.get())->co_filename);
-    is_own = file && std::string_view(file).starts_with(folder);
-  }
-  PyErr_Restore(type, value, trace);
-  return is_own;
-}
 
 class Caller {
  public:
@@ -93,8 +71,8 @@ class Caller {
 
   bool closed = false;   // set by Python's close
   Ref on_closed;  // set by Python's close: what raises then, in other words than these here
-  // Whether a handler that raises has ended a verb since something was sent, and whether that was by what is no
-  // Exception, such as Ctrl-C.
+  // Whether an exception that is no MusterError has ended a verb since something was sent, such as that of a signal
+  // handler, and envs owed answers then; and whether one has that is no Exception, such as Ctrl-C.
   bool interrupted = false, hurries = false;
 
   uint32_t num_pending() const { return num_pending_; }
@@ -131,9 +109,11 @@ class Caller {
   // Ends it, also where an exception does, which is set.
   void leave() {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(muster_error_.get())) {
-      const bool is_exception = PyErr_ExceptionMatches(PyExc_Exception);
-      interrupted |= !(is_exception && is_own_error());
-      hurries |= !is_exception;
+      hurries |= !PyErr_ExceptionMatches(PyExc_Exception);
+      PyObject *type, *value, *trace;
+      PyErr_Fetch(&type, &value, &trace);
+      interrupted |= trace && (num_pending_ || calling_);  // without a traceback it was called wrongly, and did nothing
+      PyErr_Restore(type, value, trace);
     }
     if (--depth_ == 0) inside_.store(0);
   }

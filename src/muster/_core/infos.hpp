@@ -8,23 +8,11 @@
 #include <memory>
 #include <vector>
 
+#include "info_layouts.hpp"
 #include "python.hpp"
+#include "returned.hpp"
 
 namespace muster {
-
-struct InfoColumn {
-  enum class Kind { kFloat, kInt, kBool, kScalar, kArray, kDict, kObject };
-
-  Ref key;
-  Kind kind = Kind::kObject;
-  int type_num = NPY_NOTYPE;
-  Ref scalar_type;  // kScalar: the Python type of its values
-  std::vector<npy_intp> shape;
-  size_t offset = 0;
-  size_t bytes = 0;
-  std::vector<InfoColumn> children;
-  bool takes_numbers = false;  // kObject: made for a number, or an array of numbers, that has no place in the row
-};
 
 class InfoTable {
  public:
@@ -39,7 +27,7 @@ class InfoTable {
 
   // Stores `info` in `row` and returns the number of its schema. hint: the number that this env's last info had.
   uint32_t write(PyObject* info, char* row, PyObject* objects, uint32_t hint) {
-    if (!PyDict_Check(info)) return write(as_dict(info).get(), row, objects, hint);
+    if (!PyDict_CheckExact(info)) return write(Returned::as_dict(info).get(), row, objects, hint);
     if (PyDict_GET_SIZE(info) == 0) return kEmpty;
     const Py_ssize_t objects_before = PyList_GET_SIZE(objects);
     auto fits = [&](const Columns& columns) {
@@ -53,7 +41,7 @@ class InfoTable {
     if (schemas_.size() < kMaxSchemas) {
       auto columns = std::make_unique<Columns>();
       size_t end = 0;
-      if (classify(info, *columns, end, kDeepest)) {
+      if (add_columns(info, *columns, end, row_bytes_, kDeepest)) {
         schemas_.push_back(std::move(columns));
         if (fits(*schemas_.back())) return uint32_t(kFirst + schemas_.size() - 1);
       }
@@ -62,92 +50,17 @@ class InfoTable {
     return kPickled;
   }
 
-  // Returns ((key, kind, dtype number, shape, offset, children), ...) for each schema; transport/infos.py reads it in
-  // the caller.
+  // Returns the description of each schema.
   Ref describe() const {
     Ref all = checked(PyTuple_New(Py_ssize_t(schemas_.size())));
     for (size_t i = 0; i < schemas_.size(); ++i)
-      PyTuple_SET_ITEM(all.get(), Py_ssize_t(i), describe(*schemas_[i]).release());
+      PyTuple_SET_ITEM(all.get(), Py_ssize_t(i), describe_layout(*schemas_[i]).release());
     return all;
   }
 
  private:
   using Kind = InfoColumn::Kind;
-  using Columns = std::vector<InfoColumn>;
-
-  static bool plain(int type_num) { return PyTypeNum_ISNUMBER(type_num) || PyTypeNum_ISBOOL(type_num); }
-
-  static bool plain(PyArrayObject* array) { return plain(PyArray_TYPE(array)) && PyArray_ISNOTSWAPPED(array); }
-
-  // Returns the dtype of a NumPy number; null for all else. Values of classes made from NumPy's keep these as objects.
-  static Ref dtype_of_scalar(PyObject* value) {
-    if (!PyArray_IsScalar(value, Number) && !PyArray_IsScalar(value, Bool)) return Ref();
-    PyArray_Descr* descr = PyArray_DescrFromScalar(value);
-    Ref dtype = checked(reinterpret_cast<PyObject*>(descr));
-    return plain(descr->type_num) && descr->typeobj == Py_TYPE(value) ? std::move(dtype) : Ref();
-  }
-
-  static bool is_number(PyObject* value) {
-    if (PyFloat_CheckExact(value) || PyBool_Check(value) || PyLong_CheckExact(value)) return true;
-    if (PyArray_CheckExact(value)) return plain(reinterpret_cast<PyArrayObject*>(value));
-    return bool(dtype_of_scalar(value));
-  }
-
-  // Returns the items of a mapping that is no dict, such as a MappingProxyType.
-  static Ref as_dict(PyObject* info) {
-    if (!PyMapping_Check(info) || !PyObject_HasAttrString(info, "keys")) {
-      PyErr_Format(PyExc_TypeError, "info must be a dict, got %U", type_name(info).get());
-      throw PythonError{};
-    }
-    Ref dict = checked(PyDict_New());
-    check(PyDict_Update(dict.get(), info));
-    return dict;
-  }
-
-  // depth: how many levels of dicts may follow; a dict that holds itself has no end.
-  bool classify(PyObject* info, Columns& columns, size_t& end, int depth) const {
-    if (!depth) return false;
-    Py_ssize_t position = 0;
-    PyObject *key, *value;
-    while (PyDict_Next(info, &position, &key, &value)) {
-      if (!PyUnicode_CheckExact(key)) return false;
-      InfoColumn column;
-      column.key = Ref::borrow(key);
-      if (PyFloat_CheckExact(value)) {
-        column.kind = Kind::kFloat, column.type_num = NPY_DOUBLE, column.bytes = sizeof(double);
-      } else if (PyBool_Check(value)) {
-        column.kind = Kind::kBool, column.type_num = NPY_BOOL, column.bytes = 1;
-      } else if (PyLong_CheckExact(value)) {
-        int overflow = 0;
-        PyLong_AsLongLongAndOverflow(value, &overflow);
-        if (!overflow) column.kind = Kind::kInt, column.type_num = NPY_INT64, column.bytes = sizeof(int64_t);
-      } else if (const Ref dtype = dtype_of_scalar(value)) {
-        auto* descr = reinterpret_cast<PyArray_Descr*>(dtype.get());
-        column.kind = Kind::kScalar, column.type_num = descr->type_num;
-        column.scalar_type = Ref::borrow(reinterpret_cast<PyObject*>(Py_TYPE(value)));
-        column.bytes = size_t(PyDataType_ELSIZE(descr));
-      } else if (PyArray_CheckExact(value)) {
-        auto* array = reinterpret_cast<PyArrayObject*>(value);
-        if (plain(array)) {
-          column.kind = Kind::kArray, column.type_num = PyArray_TYPE(array);
-          column.shape.assign(PyArray_DIMS(array), PyArray_DIMS(array) + PyArray_NDIM(array));
-          column.bytes = size_t(PyArray_NBYTES(array));
-        }
-      } else if (PyDict_CheckExact(value)) {
-        column.kind = Kind::kDict;
-        if (!classify(value, column.children, end, depth - 1)) return false;
-      }
-      column.takes_numbers = is_number(value);
-      column.offset = end;
-      const size_t padded = (column.bytes + 15) & ~size_t(15);
-      if (end + padded > row_bytes_)
-        column.kind = Kind::kObject, column.bytes = 0;
-      else
-        end += padded;
-      columns.push_back(std::move(column));
-    }
-    return true;
-  }
+  using Columns = InfoColumns;
 
   bool store(const Columns& columns, PyObject* info, char* row, PyObject* objects) const {
     if (size_t(PyDict_GET_SIZE(info)) != columns.size()) return false;
@@ -210,21 +123,6 @@ class InfoTable {
     }
     check(PyList_Append(objects, value));
     return true;
-  }
-
-  static Ref describe(const Columns& columns) {
-    Ref all = checked(PyTuple_New(Py_ssize_t(columns.size())));
-    for (size_t i = 0; i < columns.size(); ++i) {
-      const InfoColumn& column = columns[i];
-      Ref shape = checked(PyTuple_New(Py_ssize_t(column.shape.size())));
-      for (size_t d = 0; d < column.shape.size(); ++d)
-        PyTuple_SET_ITEM(shape.get(), Py_ssize_t(d), PyLong_FromSsize_t(column.shape[d]));
-      Ref children = describe(column.children);
-      PyObject* one = Py_BuildValue("(OiiOnO)", column.key.get(), int(column.kind), column.type_num,
-                                    shape.get(), Py_ssize_t(column.offset), children.get());
-      PyTuple_SET_ITEM(all.get(), Py_ssize_t(i), checked(one).release());
-    }
-    return all;
   }
 
   size_t row_bytes_;

@@ -263,8 +263,8 @@ void bind_stepper(nb::module_& m) {
               ActionNode& action, int autoreset, bool check_finite, bool lenient, PyObject* reward_key,
               bool actions_by_mail, PyObject* env_host, nb::handle budget) {
              new (self) Stepper(slab, host, first_env, envs.ptr(), std::move(obs), std::move(action),
-                                Autoreset(autoreset), check_finite, lenient, reward_key, actions_by_mail,
-                                env_host, wait_budget_of(budget));
+                                Autoreset(autoreset), {check_finite, lenient, Ref::borrow(reward_key)},
+                                actions_by_mail, env_host, wait_budget_of(budget));
            },
            nb::kw_only(), "slab"_a, "host"_a, "first_env"_a, "envs"_a, "obs"_a, "action"_a, "autoreset"_a,
            "check_finite"_a, "lenient"_a, "reward_key"_a.none(), "actions_by_mail"_a, "env_host"_a, "wait_budget"_a)
@@ -319,6 +319,7 @@ void bind_caller(nb::module_& m) {
 struct Verb {
   PyObject_HEAD
   PyObject* method;
+  PyObject* weakrefs;
   vectorcallfunc call;
 };
 
@@ -333,7 +334,7 @@ PyObject* call_verb(PyObject* self, PyObject* const* args, size_t count, PyObjec
   Caller* caller;
   try {
     const Ref found = checked(PyObject_GetAttr(args[0], name));
-    if (!nb::try_cast(nb::handle(found.get()), caller)) {
+    if (!nb::try_cast(nb::handle(found.get()), caller) || !caller) {  // None is a null pointer
       PyErr_Format(PyExc_TypeError, "%.200R is no vector env: its _caller is %.200R", args[0], found.get());
       throw PythonError{};
     }
@@ -353,7 +354,9 @@ PyObject* bind_verb(PyObject* self, PyObject* envs, PyObject*) {
 PyObject* attribute_of_verb(PyObject* self, PyObject* name) { return PyObject_GetAttr(method_of(self), name); }
 
 Ref make_verb(PyObject* method) {
-  static PyMemberDef members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Verb, call), READONLY, nullptr}, {}};
+  static PyMemberDef members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Verb, call), READONLY, nullptr},
+                                  {"__weaklistoffset__", T_PYSSIZET, offsetof(Verb, weakrefs), READONLY, nullptr},
+                                  {}};
   static PyType_Slot slots[] = {{Py_tp_members, members},
                                 {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
                                 {Py_tp_descr_get, reinterpret_cast<void*>(&bind_verb)},

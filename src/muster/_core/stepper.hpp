@@ -6,6 +6,7 @@
 
 #include "doorbell.hpp"
 #include "infos.hpp"
+#include "returned.hpp"
 #include "space_tree.hpp"
 #include "slab.hpp"
 
@@ -15,17 +16,13 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 
 // Steps the envs of one worker: reads actions from the slab, calls Python's env.step, writes the rows in place.
 //
-// lenient: rewards and flags may be what other libraries' vector envs make numbers and bools of.  reward_key: None, or
-// the key under which the infos have a reward of several numbers, as float64 array; the reward is NaN then.
-//
 // `env_host` is the Python object that owns the stepper. Its methods are called only in rare cases:
 // on_error(env, exception) -> mail bytes, put_mail(env, objects, final_objects) -> mail bytes, own(objects) -> copies,
 // take_actions(env) -> iterator, on_new_schema() -> end of the layouts in the mail.
 class Stepper {
  public:
   Stepper(const SlabLayout& slab, uint32_t host, uint32_t first_env, PyObject* envs, ObsNode obs, ActionNode action,
-          Autoreset autoreset, bool check_finite, bool lenient, PyObject* reward_key, bool actions_by_mail,
-          PyObject* env_host, WaitBudget budget)
+          Autoreset autoreset, Returned returned, bool actions_by_mail, PyObject* env_host, WaitBudget budget)
       : slab_(slab),
         host_(host),
         own_(slab_.hosts[host]),
@@ -34,9 +31,7 @@ class Stepper {
         obs_(std::move(obs)),
         action_(std::move(action)),
         autoreset_(autoreset),
-        check_finite_(check_finite),
-        lenient_(lenient),
-        reward_key_(Ref::borrow(reward_key)),
+        returned_(std::move(returned)),
         actions_by_mail_(actions_by_mail),
         env_host_(env_host),
         awake_wait_(budget),
@@ -208,9 +203,9 @@ class Stepper {
     if (!result) throw PythonError{};
     result = as_tuple(std::move(result), 5, "step must return (obs, reward, terminated, truncated, info)");
     Ref info = Ref::borrow(PyTuple_GET_ITEM(result.get(), 4));
-    const double reward = as_reward(PyTuple_GET_ITEM(result.get(), 1), info);
-    const bool terminated = as_flag(PyTuple_GET_ITEM(result.get(), 2), "terminated");
-    const bool truncated = as_flag(PyTuple_GET_ITEM(result.get(), 3), "truncated");
+    const double reward = reward_of(PyTuple_GET_ITEM(result.get(), 1), info);
+    const bool terminated = flag_of(PyTuple_GET_ITEM(result.get(), 2), "terminated");
+    const bool truncated = flag_of(PyTuple_GET_ITEM(result.get(), 3), "truncated");
     const bool over = terminated || truncated;
     const bool reset_now = over && autoreset_ == Autoreset::kSameStep;
 
@@ -275,7 +270,7 @@ class Stepper {
     const uint32_t env = first_env_ + i;
     const ObsPlace place{slab_.base, env, final, slab_.obs_block_shift(slab_.records[env].obs_block), &ints};
     obs_.write(obs, place, objects.get());
-    if (check_finite_ && !obs_.finite(place)) {
+    if (returned_.check_finite && !obs_.finite(place)) {
       PyErr_Format(PyExc_ValueError, "the observation holds NaN or infinity (check_finite=True): %.500R", obs);
       throw PythonError{};
     }
@@ -290,78 +285,16 @@ class Stepper {
   }
 
   static Ref as_tuple(Ref result, Py_ssize_t size, const char* expected) {
-    if (PyList_Check(result.get())) result = checked(PyList_AsTuple(result.get()));
     if (PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == size) return result;
-    const bool as_in_gym = PyTuple_Check(result.get()) ? PyTuple_GET_SIZE(result.get()) == 4 && size == 5 : size == 2;
-    const char* hint = as_in_gym ? "; an env written for Gym before 0.26 needs a wrapper, such as shimmy's "
-                                   "GymV21CompatibilityV0"
-                                 : "";
-    PyErr_Format(PyExc_TypeError, "%s, got %.300R%s", expected, result.get(), hint);
-    throw PythonError{};
+    return Returned::as_tuple(std::move(result), size, expected);
   }
 
-  // info: gets a reward of several numbers, if there is a key for it.
-  double as_reward(PyObject* value, Ref& info) const {
-    if (PyFloat_Check(value)) return finite_reward(PyFloat_AS_DOUBLE(value), value);
-    const bool scalar = PyLong_Check(value) || PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool) ||
-                        (PyArray_Check(value) && PyArray_NDIM(reinterpret_cast<PyArrayObject*>(value)) == 0);
-    const bool is_array = !scalar && is_like_array(value) && !is_zero_dim(value);
-    const bool several = is_array || PyList_Check(value) || PyTuple_Check(value);
-    const bool is_sent = several && reward_key_.get() != Py_None;
-    const bool has_float = !PyArray_Check(value) && PyNumber_Check(value) && PyType_GetSlot(Py_TYPE(value), Py_nb_float);
-    if (scalar || (has_float && !is_sent)) {
-      const double number = PyFloat_AsDouble(value);
-      if (number != -1.0 || !PyErr_Occurred()) return finite_reward(number, value);
-      if (!several) throw PythonError{};
-      PyErr_Clear();  // a tensor of several numbers
-    }
-    if (lenient_ && value == Py_None) return finite_reward(std::nan(""), value);
-    if (lenient_ && PyUnicode_Check(value)) {
-      const Ref number = checked(PyNumber_Float(value));
-      return finite_reward(PyFloat_AS_DOUBLE(number.get()), value);
-    }
-    if (is_sent) {
-      const Ref numbers = checked(PyArray_FromAny(value, PyArray_DescrFromType(NPY_DOUBLE), 0, 0,
-                                                  NPY_ARRAY_CARRAY_RO | NPY_ARRAY_FORCECAST, nullptr));
-      if (PyDict_Check(info.get())) info = checked(PyDict_Copy(info.get()));
-      check(PyObject_SetItem(info.get(), reward_key_.get(), numbers.get()));
-      return std::nan("");
-    }
-    PyErr_Format(several ? PyExc_ValueError : PyExc_TypeError, "the reward must be one number, got %U: %.300R%s",
-                 type_name(value).get(), value,
-                 several ? ". Return a float: weigh several objectives in a wrapper, and give several agents "
-                           "PettingZoo's API"
-                         : "");
-    throw PythonError{};
+  double reward_of(PyObject* value, Ref& info) const {
+    return PyFloat_Check(value) && !returned_.check_finite ? PyFloat_AS_DOUBLE(value) : returned_.reward(value, info);
   }
 
-  double finite_reward(double number, PyObject* value) const {
-    if (check_finite_ && !std::isfinite(number)) {
-      PyErr_Format(PyExc_ValueError, "the reward is %R (check_finite=True)", value);
-      throw PythonError{};
-    }
-    return number;
-  }
-
-  // Whether `value` is an array without dimensions, of NumPy or of another library, such as a tensor.
-  static bool is_zero_dim(PyObject* value) {
-    if (!is_like_array(value)) return false;
-    const Ref count(PyObject_GetAttrString(value, "ndim"));
-    if (!count) PyErr_Clear();
-    return count && PyLong_Check(count.get()) && PyObject_Not(count.get()) == 1;
-  }
-
-  bool as_flag(PyObject* value, const char* name) const {
-    if (value == Py_True) return true;
-    if (value == Py_False) return false;
-    if (lenient_ || PyArray_IsScalar(value, Bool) || PyLong_Check(value) || PyArray_IsScalar(value, Integer) ||
-        is_zero_dim(value)) {
-      const int truth = PyObject_IsTrue(value);
-      check(truth);
-      return truth;
-    }
-    PyErr_Format(PyExc_TypeError, "%s must be a bool, got %U: %.300R", name, type_name(value).get(), value);
-    throw PythonError{};
+  bool flag_of(PyObject* value, const char* name) const {
+    return value == Py_True || (value != Py_False && returned_.flag(value, name));
   }
 
   void put_mail(uint32_t i, EnvRecord& record) {
@@ -401,9 +334,7 @@ class Stepper {
   ObsNode obs_;
   ActionNode action_;
   Autoreset autoreset_;
-  bool check_finite_;
-  bool lenient_;
-  Ref reward_key_;
+  Returned returned_;
   bool actions_by_mail_;
   PyObject* env_host_;  // borrowed: the env host owns this stepper
   AwakeWait awake_wait_;

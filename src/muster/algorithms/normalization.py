@@ -35,7 +35,8 @@ class RunningMoments:
         return {"mean": self.mean, "var": self.var, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.mean, self.var, self.count = state["mean"], state["var"], int(state["count"])
+        self.mean, self.var = (state[name].expand_as(self.mean) for name in ("mean", "var"))  # refuses another shape
+        self.count = int(state["count"])
 
 
 class ObservationNormalizer:

@@ -294,7 +294,7 @@ class PPO:
     def _load(self, state: Mapping[str, Any]) -> None:
         state = copy.deepcopy(state)  # the optimizer takes its tensors as they are, and writes into them
         self.policy.load_state_dict(state["policy"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(_adams(state["optimizer"], self.optimizer))
         self.collector.load_state_dict(state["collector"])
         self.steps = int(state["steps"])
         self._minibatch_rng.set_state(state["minibatch_rng"])
@@ -303,6 +303,18 @@ class PPO:
             self.observations.moments.load_state_dict(state["normalizers"]["observations"])
         if self.rewards is not None:
             self.rewards.load_state_dict(state["normalizers"]["rewards"])
+
+
+def _adams(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of the optimizer, with moments laid out as the weights are: the fused Adam takes them to be so."""
+    for group in state["param_groups"]:  # whose numbers Adam checks
+        torch.optim.Adam([torch.empty(0)], **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")})
+    weights = [one.detach() for group in optimizer.param_groups for one in group["params"]]
+    held = {}
+    for number, one in state["state"].items():
+        like = {"step": torch.empty(()), "exp_avg": weights[number], "exp_avg_sq": weights[number]}
+        held[number] = {name: torch.empty_like(tensor).copy_(one[name]) for name, tensor in like.items()}
+    return {**state, "state": held}
 
 
 def _seed(sequence: np.random.SeedSequence) -> int:

@@ -142,7 +142,7 @@ class Schedule:
         last_step = self._last_step
         self._first_step, self._last_step = int(state["first_step"]), int(state["last_step"])
         finished = steps >= int(state["total_steps"])
-        self._first = Rates(*state["first"])
+        self._first = Rates(*map(float, state["first"]))
         self.began_again = False
         if self._last_step == last_step and learning_rate is None:
             return
@@ -192,8 +192,8 @@ class EpisodeWindow:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.ended = int(state["ended"])
-        self.returns = deque(state["returns"], EPISODE_WINDOW)
-        self.lengths = deque(state["lengths"], EPISODE_WINDOW)
+        self.returns = deque(map(float, state["returns"]), EPISODE_WINDOW)
+        self.lengths = deque(map(int, state["lengths"]), EPISODE_WINDOW)
 
 
 class Losses(NamedTuple):

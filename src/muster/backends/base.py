@@ -113,10 +113,10 @@ class Backend(ABC):
         """The results of `call_async`, one for each env; a Failure where the env raised. Raises WaitTimeout."""
 
     @abstractmethod
-    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        """Sets an attribute of every env: in env i to `values[i]`. A Failure stands where an env raised.
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
+        """Sets an attribute of envs, to values by env; returns by env what those have raised that refuse theirs.
 
-        None, as for an env that has its value, stands for those of a worker that was lost: `Recovery` gives it to them.
+        The envs of a worker that was lost are not among these: `Recovery` gives them their values.
         """
 
     def kept(self, value: Any, name: str) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from muster._core import Doing, ticks
@@ -14,7 +14,7 @@ from muster.backends.base import Backend, CallerOptions, WorkerLost, make_caller
 from muster.errors import ClosedError, WaitTimeout
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
-from muster.hosts.failures import Failure, HostFailed, to_exception
+from muster.hosts.failures import Failure, HostFailed, failures_of, to_exception
 from muster.hosts.requests import Attach, Call, EnvCall, HostOptions, ResetArguments, Restart, SetAttr
 from muster.pickling import named_arguments
 from muster.pickling.interrupts import Uninterrupted
@@ -140,16 +140,17 @@ class PooledBackend(Backend):
         request = Call(self._packed((name, args, kwargs), parts | named_arguments(args, kwargs)))
         self._call([request] * self.num_workers, called(name), lambda host: host.call(name, args, kwargs))
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
         requests = []
         for host in self._hosts:
-            parts = {f"values[{env}]": values[env] for env in self.envs_of(host)}
-            requests.append(SetAttr(self._packed((name, list(parts.values())), parts)))
-        self._call(requests, f"set_attr({name!r})", lambda host: host.set_attr(name, values[host.first_env :]))
+            mine = {env: values[env] for env in self.envs_of(host) if env in values}
+            parts = {f"values[{env}]": value for env, value in mine.items()}
+            requests.append(SetAttr(self._packed((name, mine), parts)))
+        self._call(requests, f"set_attr({name!r})", lambda host: host.set_attr(name, values))
         answered = self._answered
-        results = self.call_wait(None)
+        refused = failures_of(self.call_wait(None))
         lost = [env for one in answered.values() if isinstance(one, Lost) for env in self.envs_of(one.place)]
-        return [None if env in lost else result for env, result in enumerate(results)]
+        return {env: failure for env, failure in refused.items() if env not in lost}
 
     def _packed(self, value: Any, parts: dict[str, Any]) -> Any:
         """A user's value on its way to a worker. parts: names of its parts, for errors. Raises CannotTravel."""

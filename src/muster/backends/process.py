@@ -304,7 +304,7 @@ class ProcessBackend(PooledBackend):
     def _successor(self, host: int, attributes: Mapping[int, Attributes]) -> Successor:
         plan: EnvPlan = self.pool.plans[host].content
         content = EnvPlan(plan.recipes, plan.first_env, attach=self._attach)
-        return Successor(content, [SetAgain(attributes)] if any(attributes.values()) else [])
+        return Successor(content, [SetAgain(attributes)])
 
     # ---- closing
 

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 from muster._core import Command, InfoSchema, Status
 from muster.backends.base import Attributes, Backend
 from muster.hosts.failures import Failure
-from muster.hosts.requests import Restart, with_attribute
+from muster.hosts.requests import KeptAttributes, Restart
 from muster.introspection import caller_stacklevel
 from muster.pool.closing import AT_ONCE
 from muster.pool.place import Budget
@@ -56,7 +56,7 @@ class Recovery:
         self.lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by the envs that were pending then
         self._restarts: dict[int, _Restart] = {}  # by env, until the row of the restart is delivered
-        self._attributes: list[dict[str, Any]] = [{} for _ in range(num_envs)]  # set last, as `Backend.kept` has them
+        self._attributes = KeptAttributes(num_envs, backend.kept)
         self._told_lost: set[str] = set()  # names of lost attributes that a warning has told of
         self._caller.keep_rows(backend.slab.obs.arrays)
 
@@ -71,21 +71,9 @@ class Recovery:
             chosen.append(self._new_seed(env) if lost and seed is None else seed)
         return chosen
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        """As `Backend.set_attr`; keeps the values for envs that are built again: first, as a worker may die meanwhile.
-
-        An env that has refused its value keeps what it had.
-        """
-        kept: dict[int, Any] = {}  # by identity: one value may be big, and that of all envs
-        for env, value in enumerate(values):
-            if id(value) not in kept:
-                kept[id(value)] = self._backend.kept(value, f"values[{env}]")
-        before = self._attributes
-        self._attributes = [with_attribute(before[env], name, kept[id(value)]) for env, value in enumerate(values)]
-        results = self._backend.set_attr(name, values)
-        for env in [env for env, failure in enumerate(results) if failure is not None]:
-            self._attributes[env] = before[env]
-        return results
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
+        """As `Backend.set_attr`; keeps the values that envs have accepted for those that are built again."""
+        return self._attributes.set(name, values, lambda: self._backend.set_attr(name, values))
 
     def worker_died(self, host: int, envs: range, reason: str) -> dict[int, Attributes]:
         """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost.

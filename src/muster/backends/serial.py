@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, attach_local_host, close_here, make_caller
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
-from muster.hosts.failures import Failure, to_exception
+from muster.hosts.failures import Failure, failures_of, to_exception
 from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
 from muster.pickling.main_module import Init
 from muster.pool.closing import AT_ONCE, CloseLimits
@@ -73,8 +73,8 @@ class SerialBackend(Backend):
     def call_wait(self, timeout_s: float | None) -> list[Any]:
         return self._results
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        return self._env_host.set_attr(name, values)
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
+        return failures_of(self._env_host.set_attr(name, values))
 
     def restart(self, restart: Restart) -> bool:
         with self.whole():

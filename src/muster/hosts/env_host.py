@@ -15,10 +15,8 @@ from muster.errors import CannotTravel, MusterError, SpecMismatch
 from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
 from muster.hosts.failures import AttributesLost, Failure, reset_note
 from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
-from muster.introspection import type_name
 from muster.pickling import copied_if_plain, find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
-from muster.pool.messages import message_of
 from muster.pool.resources import limit_behind, own_memory_bytes
 from muster.pool.set_up import about_script
 from muster.pool.worker import seed_globals
@@ -267,24 +265,27 @@ class EnvHost:
         """The result of ``env.name(*args, **kwargs)``, or the attribute, for each env; a Failure where it raised."""
         return self._for_each(lambda i, env: _call(env, self.first_env + i, name, args, kwargs))
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> list[Failure | None]:
-        """Sets an attribute of each env to its own value."""
-        return self._for_each(lambda i, env: set_attribute(env, name, values[i]))
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> list[Failure | None]:
+        """Sets an attribute of envs to their own values, by env."""
+
+        def act(i: int, env: Any) -> None:
+            if self.first_env + i in values:
+                value = values[self.first_env + i]
+                if isinstance(value, CannotTravel):
+                    raise value
+                set_attribute(env, name, value)
+
+        return self._for_each(act)
 
     def set_again(self, attributes: Mapping[int, Mapping[str, Any]]) -> None:
         """Sets attributes of new envs, by env and name. What cannot be set is the answer to the env's next request."""
         for env, of_env in attributes.items():
             i, reasons = env - self.first_env, {}
             for name, value in of_env.items():
-                try:
-                    if isinstance(value, CannotTravel):
-                        raise value
-                    if self.dumps is None:  # the env may change it
-                        value = copied_if_plain(value)
-                    with worker_info_context(self.info_of(i)):
-                        set_attribute(self.envs[i], name, value)
-                except Exception as error:
-                    reasons[name] = f"{type_name(error)}: {message_of(error)}"
+                if self.dumps is None:  # the env may change it
+                    value = copied_if_plain(value)
+                if (failure := self.set_attr(name, {env: value})[i]) is not None:
+                    reasons[name] = f"{failure.type_name}: {failure.message}"
             if reasons:
                 self._unset[i] = AttributesLost(reasons)
 

@@ -78,6 +78,11 @@ class AttributesLost(MusterError):
         self.reasons = reasons
 
 
+def failures_of(results: Sequence[Any]) -> dict[int, Failure]:
+    """The failures among the results of envs, by env."""
+    return {env: result for env, result in enumerate(results) if isinstance(result, Failure)}
+
+
 def not_sent_there(result: Any, error: Exception, call: UserCall) -> CannotTravel:
     """The error for the result of a call that cannot be pickled in the worker."""
     return CannotTravel(

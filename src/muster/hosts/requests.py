@@ -9,7 +9,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from muster.hosts.failures import not_rebuilt_here
 from muster.hosts.recipe_plans import Recipes
@@ -23,6 +23,7 @@ from muster.transport.slab import Slab, SlabPlan
 
 # A function that `EnvHost.call` takes in place of a method's name: called with each env, its index and the arguments.
 EnvCall = Callable[..., Any]
+T = TypeVar("T")
 
 
 class WaitBudget(NamedTuple):
@@ -53,10 +54,9 @@ class Packed:
     """
 
     data: bytes
-    by_value: bytes | None = None  # for a fork, where `data` names what this process has defined since
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.data, self.by_value)
+        return _rebuilt, (self.data,)
 
 
 def packed(value: Any, parts: dict[str, Any], call: UserCall, *, forked: bool) -> Packed:
@@ -66,8 +66,7 @@ def packed(value: Any, parts: dict[str, Any], call: UserCall, *, forked: bool) -
     """
     if is_plain(value):
         return Packed(dumps(value))
-    data = dumps_carefully(value, parts, start_method=None, call=call)
-    return Packed(dumps(value, shares_main=True), data) if forked else Packed(data)
+    return Packed(dumps_carefully(value, parts, start_method=None, forks=forked, call=call))
 
 
 def opened(result: bytes) -> Any:
@@ -78,12 +77,10 @@ def opened(result: bytes) -> Any:
         raise not_rebuilt_here(error) from None
 
 
-def _rebuilt(data: bytes, by_value: bytes | None) -> Any:
+def _rebuilt(data: bytes) -> Any:
     try:
         return Unpickler(io.BytesIO(data)).load()
     except Exception as error:
-        if by_value is not None:
-            return _rebuilt(by_value, None)
         send = "Send what it is made of instead, and make it there: envs.call(function) calls function(env, env_index)"
         refusal = not_rebuilt("what was sent to the worker", error, send)
         refusal.__cause__ = error
@@ -156,9 +153,30 @@ class SetAgain(Message):
     attributes: Mapping[int, Mapping[str, Any]]
 
 
-def with_attribute(attributes: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """Attributes to be set again, one more among them: the last, as it was set last, since setters may touch others."""
-    return {**{other: one for other, one in attributes.items() if other != name}, name: value}
+class KeptAttributes(list[dict[str, Any]]):
+    """By env, what `set_attr` has set last, for envs that are built again. kept: see `Backend.kept`."""
+
+    def __init__(self, num_envs: int, kept: Callable[[Any, str], Any]) -> None:
+        super().__init__({} for _ in range(num_envs))
+        self._kept = kept
+
+    def set(self, name: str, values: Mapping[int, Any], act: Callable[[], Mapping[int, T]]) -> Mapping[int, T]:
+        """Keeps values, by env, then sets them: a worker may die meanwhile.
+
+        act: sets them; returns by env what is wrong where one has refused its value. These keep what they had.
+        """
+        of_value: dict[int, Any] = {}  # by identity: one value may be big, and that of all envs
+        for env, value in values.items():
+            if id(value) not in of_value:
+                of_value[id(value)] = self._kept(value, f"values[{env}]")
+        before = [*self]
+        for env, value in values.items():  # the last, as it was set last: setters may touch others
+            others = {other: one for other, one in before[env].items() if other != name}
+            self[env] = {**others, name: of_value[id(value)]}
+        refused = act()
+        for env in refused:
+            self[env] = before[env]
+        return refused
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from muster.pickling.probe import starts
 from muster.pool.closing import AT_ONCE, CloseLimits, CloseNotice, CloseProgress, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
 from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Post, Question, Ready
-from muster.pool.place import Limit, Plan
+from muster.pool.place import Limit, Owing, Plan
 from muster.pool.resources import Usage, limit_reached, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.worker import Here, Resident, serve
@@ -39,7 +39,7 @@ _AGAIN_S = 0.1  # for what an interrupted thread does next
 _BUSY_SLICE_S = 0.002
 
 
-class _Thread:
+class _Thread(Owing):
     """One thread and its resident. Messages to it go into `inbox`, what it says into `said`.
 
     It holds no reference to the pool, so that a pool that nobody uses is collected and closed.
@@ -57,9 +57,6 @@ class _Thread:
         self._said, self._heard = said, heard
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.crash: BaseException | None = None
-        self.asked_at: float | None = None
-        self.limit: Limit | None = None  # not kept: nobody can end a thread
-        self.forgotten = 0
         self._numpy_errors = np.geterr(), np.geterrcall()  # a new thread has NumPy's own
         # A daemon: an endless step must not keep the interpreter from ending.
         self.thread = threading.Thread(target=self._main, name=f"muster-worker-{index}", daemon=True)
@@ -116,7 +113,8 @@ class ThreadPool(BasePool[_Thread]):
         try:
             for one in self._places:
                 with Uninterrupted():
-                    self._start_thread(one)
+                    if not starts(one.thread):
+                        raise limit_reached(errno.EAGAIN, f"{one.name}, of {len(self._places)}, could not start")
                 while not self._said:
                     if not self._wait(min(SLICE_S, max(0.0, deadline - time.monotonic()))):
                         self.watch(0.0)
@@ -132,10 +130,6 @@ class ThreadPool(BasePool[_Thread]):
             self.close(AT_ONCE)
             raise
         return facts
-
-    def _start_thread(self, one: _Thread) -> None:
-        if not starts(one.thread):
-            raise limit_reached(errno.EAGAIN, f"{one.name}, of {len(self._places)}, could not start")
 
     def _too_slow(self, one: _Thread, doing: str) -> Exception:
         return WorkerTimeout(one.name, doing, f"start_timeout={self._start_timeout_s} s")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,13 +15,23 @@ import numpy as np
 from gymnasium import VectorizeMode, logger
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.envs.registration import make_vec as gymnasiums_make_vec
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as GymnasiumsVectorEnv
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 
+from muster._core import verb
 from muster.backends.base import Backend
-from muster.errors import ActionError, ClosedError, PendingError, WaitTimeout, WrongType
+from muster.errors import (
+    ActionError,
+    ClosedError,
+    ConfigError,
+    NotPendingError,
+    PendingError,
+    UsageError,
+    WaitTimeout,
+    WorkerError,
+    WrongType,
+)
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
 from muster.interop.agreed_spaces import (
@@ -83,7 +92,7 @@ class _Writer(LenientWriter):
             return super().write(actions, ids)
         except ActionError as error:
             if not isinstance(actions, Iterable):
-                raise TypeError(str(error)) from error
+                raise WrongType(str(error)) from error
             raise
 
 
@@ -105,6 +114,7 @@ class _DropIn(VectorEnv):
         super().__init__(assemble(backend, parts, SteppingOptions(self.autoreset_mode, copy=copy)))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
 
+    @verb
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
         """Starts `reset`; `reset_wait` takes the result. Raises ValueError, TypeError."""
         self._check_reset(seed, options)
@@ -113,7 +123,7 @@ class _DropIn(VectorEnv):
     def _check_reset(self, seed: Seeds, options: dict[str, Any] | None) -> None:
         """Gymnasium's checks of reset's arguments, in its words."""
         if isinstance(seed, (list, tuple)) and len(seed) != self.num_envs:
-            raise ValueError(
+            raise ConfigError(
                 f"If seeds are passed as a list the length must match num_envs={self.num_envs} but got "
                 f"length={len(seed)}."
             )
@@ -121,18 +131,19 @@ class _DropIn(VectorEnv):
             return
         mask, name = options["reset_mask"], "`options['reset_mask']`"
         if not isinstance(mask, np.ndarray):
-            raise TypeError(f"{name} must be a numpy array, got {type(mask)}")
+            raise WrongType(f"{name} must be a numpy array, got {type(mask)}")
         if mask.shape != (self.num_envs,):
-            raise ValueError(f"{name} must have shape `({self.num_envs},)`, got {mask.shape}")
+            raise ConfigError(f"{name} must have shape `({self.num_envs},)`, got {mask.shape}")
         if mask.dtype != np.bool_:
-            raise TypeError(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
+            raise WrongType(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
         if not mask.any():
-            raise ValueError(f"{name} must contain a boolean array with at least one True value, got reset_mask={mask}")
+            expected = "must contain a boolean array with at least one True value"
+            raise ConfigError(f"{name} {expected}, got reset_mask={mask}")
 
     def set_attr(self, name: str, values: Any) -> None:
         """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
         if isinstance(values, (list, tuple)) and len(values) != self.num_envs:
-            raise ValueError(
+            raise ConfigError(
                 "Values must be a list or tuple with length equal to the number of environments. Got "
                 f"`{len(values)}` values for {self.num_envs} environments."
             )
@@ -244,6 +255,7 @@ class AsyncVectorEnv(_DropIn):
 
     # ---- the calls, each refused while another is pending
 
+    @verb
     def reset_wait(self, timeout: float | None = None, **private: Any) -> tuple[Any, dict[str, Any]]:
         """The result of `reset_async`. Raises multiprocessing.TimeoutError; the reset then stays pending."""
         with self._waiting("reset", timeout):
@@ -261,17 +273,20 @@ class AsyncVectorEnv(_DropIn):
             self.require_idle("step")
             raise
 
+    @verb
     def step_wait(self, timeout: float | None = None, **private: Any) -> StepResult:
         """The result of `step_async`. Raises multiprocessing.TimeoutError; the step then stays pending."""
         with self._waiting("step", timeout):
             obs, rewards, terminated, truncated, infos = super().step_wait(timeout, **private)
             return obs, _as_given(rewards, infos), terminated, truncated, infos
 
+    @verb
     def recv(self, min_envs: int | None = None, timeout: float | None = None, **private: Any) -> Batch:
         """The results of the envs that are ready, as of `muster.VectorEnv`."""
         batch = super().recv(min_envs, timeout, **private)
         return batch._replace(rewards=_as_given(batch.rewards, batch.infos))
 
+    @verb
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`. Raises multiprocessing.TimeoutError; the call then stays pending."""
         with self._waiting("call", timeout):
@@ -282,7 +297,7 @@ class AsyncVectorEnv(_DropIn):
         self.require_open()
         if (pending := self._pending()) != "default":
             method = doing if doing == "set_attr" else f"{doing}_async"
-            raise AlreadyPendingCallError(
+            raise PendingError(
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", pending
             )
         self._doing = doing
@@ -296,25 +311,15 @@ class AsyncVectorEnv(_DropIn):
         if self._pending() != "default" and not self.closed:
             logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
         limit_s = checks.timeout_of(timeout)
-        limits = FOR_EVER
-        if terminate:
-            limits = AT_ONCE
-        elif limit_s is not None and not self._pending_ends_within(limit_s):
-            limits = in_all(0.0, f"timeout={limit_s:g}")
-        self.close_within(limits)
-
-    def _pending_ends_within(self, limit_s: float) -> bool:
-        """Whether the pending call, if there is one, ends in time; drops what comes of it."""
-        ends = time.monotonic() + limit_s
-        while not self.closed and (self.calling or self.num_pending):
-            left_s = max(0.0, ends - time.monotonic())
+        limits = AT_ONCE if terminate else FOR_EVER
+        if limit_s is not None and not terminate:
             try:
-                super().call_wait(left_s) if self.calling else super().recv(None, left_s)
+                self.drop_pending(limit_s)
             except WaitTimeout:
-                return False
-            except Exception:  # what an env has raised in a step that is given up
-                continue
-        return True
+                limits = in_all(0.0, f"timeout={limit_s:g}")
+            except (UsageError, WorkerError):  # another thread is within a call or has closed this, or a worker's death
+                limits = in_all(limit_s, f"timeout={limit_s:g}")
+        self.close_within(limits)
 
     # ---- inside
 
@@ -328,7 +333,7 @@ class AsyncVectorEnv(_DropIn):
         """Raises Gymnasium's exceptions where no call of this kind is pending, and where it takes longer."""
         self.require_open()
         if self._pending() != kind:
-            raise NoAsyncCallError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
+            raise NotPendingError(f"Calling `{kind}_wait` without any prior call to `{kind}_async`.", kind)
         try:
             yield
         except WaitTimeout as error:

@@ -27,12 +27,12 @@ from muster.pickling.walk import is_found_by_name, is_importable
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
     """Cloudpickle's pickler, which here also pickles these caches and dispatchers, and modules by their names.
 
-    What only this process knows travels by value. lays_main: see `Definitions`.
+    What only this process knows travels by value. lays_main, forks: see `Definitions`.
     """
 
-    def __init__(self, file: io.BytesIO, *, lays_main: bool = False, **options: Any) -> None:
+    def __init__(self, file: io.BytesIO, *, lays_main: bool = False, forks: bool = False, **options: Any) -> None:
         super().__init__(file, **options)
-        self._definitions = Definitions(lays=lays_main)
+        self._definitions = Definitions(lays=lays_main, forks=forks)
         self._by_value = _ByValue()
 
     def dump(self, obj: Any) -> None:
@@ -44,9 +44,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships n
         self._by_value.note(obj)
         if (own := self._definitions.globals_of(obj)) is not None:
             self.globals_ref.setdefault(id(obj.__globals__), own)
-        if (reduction := reduction_of(obj) or self._reduction_of_module(obj)) is not None:
-            return reduction
-        reduction = super().reducer_override(obj)
+        reduction = reduction_of(obj) or self._reduction_of_module(obj) or super().reducer_override(obj)
         return own_first(obj, reduction) if may_be_there and reduction is not NotImplemented else reduction
 
     def _reduction_of_module(self, value: Any) -> tuple[Any, ...] | None:

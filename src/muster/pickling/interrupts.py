@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # signal makes enums of all, which takes ten times as long
-import contextlib
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from muster._core import set_handler
@@ -25,25 +25,19 @@ class Uninterrupted:
     """
 
     _depth: ClassVar[int] = 0
-    _held: ClassVar[dict[int, Any]] = {}  # handlers, by signal
-    _came: ClassVar[dict[int, Any]] = {}  # frames, by signal
+    _came: ClassVar[dict[int, tuple[Callable[..., object], Any]]] = {}  # handlers and frames, by signal
     _main: ClassVar[int | None] = threading.main_thread().ident
 
     def __enter__(self) -> Self:
         self._counts = threading.get_ident() == self._main
-        if not self._counts:
-            return self
-        if not Uninterrupted._depth:
-            self._came.clear()  # what another signal's handler has kept from being run
-            try:
-                for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
-                    if callable(handler):
-                        self._held[number] = handler
-                        set_handler(number, _note)
-            except BaseException:  # of a signal that was not held back yet
-                _give_back()
-                raise
-        Uninterrupted._depth += 1
+        if self._counts:
+            if not Uninterrupted._depth:
+                try:
+                    _hold()
+                except BaseException:  # of a signal that was not held back yet
+                    _give_back()
+                    raise
+            Uninterrupted._depth += 1
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -55,8 +49,13 @@ class Uninterrupted:
     @classmethod
     def let_through(cls) -> None:
         """Runs the handlers of the signals that have come, in a body that may be ended here."""
-        if cls._came and threading.get_ident() == cls._main:
-            _run(dict(cls._held))
+        if cls._came and cls._depth and threading.get_ident() == cls._main:
+            depth, cls._depth = cls._depth, 0
+            try:
+                _give_back()  # a handler may set others, or keep those that it finds
+            finally:
+                cls._depth = depth
+                _hold()
 
     @classmethod
     def in_child(cls) -> None:
@@ -66,33 +65,39 @@ class Uninterrupted:
         _give_back()
 
 
-def _note(number: int, frame: Any) -> None:
-    Uninterrupted._came[number] = frame
+class _Held:
+    """A handler that waits while signals are held back. It may stay: whoever finds it here may set it again later."""
+
+    def __init__(self, handler: Callable[..., object]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if Uninterrupted._depth:
+            Uninterrupted._came[number] = self.handler, frame
+        else:
+            self.handler(number, frame)
+
+
+def _hold() -> None:
+    for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
+        if callable(handler) and type(handler) is not _Held:
+            set_handler(number, _Held(handler))
 
 
 def _give_back() -> None:
-    """Gives signals back to their handlers, and runs those whose signals have come."""
-    held, handlers = Uninterrupted._held, dict(Uninterrupted._held)
-    raised: BaseException | None = None
-    while held:
-        try:
-            for number in list(held):
-                set_handler(number, held[number])
-                del held[number]
-        except BaseException as error:  # of a signal that comes now
-            raised = error
-    if Uninterrupted._came:
-        _run(handlers)
-    if raised is not None:
-        raise raised
-
-
-def _run(handlers: dict[int, Any]) -> None:
+    """Gives signals back to their handlers, and runs those whose signals have come, even where one raises."""
     came = Uninterrupted._came
-    with contextlib.ExitStack() as all_of_them:  # even where one raises
-        while came:
-            number, frame = came.popitem()
-            all_of_them.callback(handlers[number], number, frame)
+    try:
+        for number in _NUMBERS:
+            if type(held := _signal.getsignal(number)) is _Held:
+                set_handler(number, held.handler)
+        for number, (handler, frame) in list(came.items()):
+            if number in came:  # a handler that holds signals back, too, has let the others through
+                del came[number]  # not by pop(), at whose end another handler may raise
+                handler(number, frame)
+    except BaseException:
+        _give_back()
+        raise
 
 
 os.register_at_fork(after_in_child=Uninterrupted.in_child)

@@ -134,7 +134,7 @@ def is_only_here(name: str) -> bool:
         return True
     # A class may have set `__module__` to anything.
     module = sys.modules.get(name) if isinstance(name, str) and not by_name.get() else None
-    if type(module) is not types.ModuleType or name.partition(".")[0] in sys.stdlib_module_names:
+    if type(module) is not types.ModuleType or name in sys.stdlib_module_names:
         return False
     folder = ""
     with contextlib.suppress(OSError):  # it is gone
@@ -193,10 +193,11 @@ class Definitions:
 
     lays: the receiver lays them over its modules of these names, which also become the globals of the functions.
     Otherwise they only fill gaps there: what an env uses already stays as it is.
+    forks: the receiver is a fork of this process, which has of the script what was defined before it.
     """
 
-    def __init__(self, *, lays: bool) -> None:
-        self.lays = lays
+    def __init__(self, *, lays: bool, forks: bool = False) -> None:
+        self.lays, self._forks = lays, forks
         self.found: dict[str, dict[str, Any]] = {}
 
     def note(self, value: Any) -> bool:
@@ -208,10 +209,11 @@ class Definitions:
             return False
         name: str = getattr(value, "__qualname__", "")
         module = MAIN_NAMES[0] if module in MAIN_NAMES else module
-        if not (isinstance(value, type) or "." not in name) or named_in(sys.modules.get(module), name) is not value:
+        if named_in(sys.modules.get(module), name) is not value:
             return False
-        self.found.setdefault(module, {})[name] = value
-        return module != MAIN_NAMES[0]
+        if isinstance(value, type) or "." not in name:  # methods come with their class
+            self.found.setdefault(module, {})[name] = value
+        return self._forks or module != MAIN_NAMES[0]
 
     def globals_of(self, value: Any) -> Any:
         """The globals of the function `value`, as the receiver is to find them; None where cloudpickle's will do."""
@@ -246,7 +248,11 @@ class _Noted:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies: one pickler, with one memo, dumps `worker_init` first and then the recipes, for which more is noted.
-        return dict, ({module: dict(named) for module, named in self._definitions.found.items()},)
+        found = {module: dict(named) for module, named in self._definitions.found.items()}
+        for package in self._definitions.found:
+            while is_only_here(package := package.rpartition(".")[0]):  # `import` needs it to find what is within
+                found.setdefault(package, {})["__path__"] = list(vars(sys.modules[package]).get("__path__", ()))
+        return dict, (found,)
 
 
 class _Globals:
@@ -279,9 +285,9 @@ def _arrived(value: Any, definitions: Mapping[str, Mapping[str, Any]], lays: boo
 
 
 def own_first(value: Any, reduction: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The reduction of cloudpickle's for `value`, which applies where the receiver has not loaded the module itself."""
+    """The `reduction` of `value`, which applies where the receiver has not loaded the module itself."""
     place = module_name(value), value.__qualname__
-    make, args, state, _, _, set_state = reduction
+    make, args, state, _, _, set_state = (*reduction, None, None, None)[:6]
     return _own_or_made, (*place, make, args), (*place, set_state, state), None, None, _set_unless_own
 
 
@@ -290,10 +296,10 @@ def _own_or_made(module: str, name: str, make: Callable[..., Any], args: tuple[A
     return make(*args) if own is None else own
 
 
-def _set_unless_own(one: Any, state: tuple[str, str, Callable[..., Any], Any]) -> None:
+def _set_unless_own(one: Any, state: tuple[str, str, Callable[..., Any] | None, Any]) -> None:
     module, name, set_state, contents = state
     if one is not _own(module, name):
-        set_state(one, contents)
+        set_state(one, contents) if set_state is not None else vars(one).update(contents)
 
 
 def _own(module: str, name: str) -> Any:
@@ -306,7 +312,7 @@ def named_in(holder: Any, name: str) -> Any:
     """What a module or class has under a qualified name; None where it has nothing. Runs no code of theirs."""
     for part in name.split("."):
         holder = vars(holder).get(part) if isinstance(holder, (type, types.ModuleType)) else None
-    return holder
+    return holder.__func__ if type(holder) in (staticmethod, classmethod) else holder
 
 
 def _module_here(name: str) -> types.ModuleType:

@@ -52,6 +52,7 @@ def attempt(
     silence_s: float,
     before: Sequence[Any] = (),
     lays_main: bool = False,
+    forks: bool = False,
     limit_s: float | None = None,
     skip: Collection[int] = (),
     big: list[pickle.PickleBuffer] | None = None,
@@ -60,7 +61,7 @@ def attempt(
     """Pickles ``value`` with cloudpickle.
 
     before: pickled before it, each as a pickle of its own that shares its objects with the others: what the receiver
-    needs before it loads the rest, by one Unpickler.  lays_main: see `main_module.Definitions`.
+    needs before it loads the rest, by one Unpickler.  lays_main, forks: see `main_module.Definitions`.
     silence_s: an object that takes longer than this counts as hanging.  limit_s: the limit for the whole; None for no
     limit.  skip: ids of objects that a placeholder replaces, to find what else fails.
     big: receives the memory of big arrays, which is then no part of the pickle.
@@ -68,7 +69,7 @@ def attempt(
     """
     buffer = io.BytesIO()
     buffer_callback = None if big is None else lambda one: not takes(one, big)
-    pickler = _ReportingPickler(buffer, skip, buffer_callback, shares=fds is not None, lays_main=lays_main)
+    pickler = _ReportingPickler(buffer, skip, buffer_callback, shares=fds is not None, lays_main=lays_main, forks=forks)
     outcome = PickleAttempt(noted=pickler.noted, seen=pickler.seen, shared=pickler.shared)
 
     def run() -> None:
@@ -138,9 +139,9 @@ class _ReportingPickler(functools_pickling.Pickler):
         skip: Collection[int],
         buffer_callback: Callable[[pickle.PickleBuffer], bool] | None,
         shares: bool,
-        lays_main: bool,
+        **to: bool,
     ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffer_callback, lays_main=lays_main)
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback, **to)
         self.abandoned = False
         self.seen: list[Any] = []
         self.noted: list[Any] = []

@@ -41,19 +41,20 @@ def dumps(
     fds: list[int] | None = None,
     before: Sequence[Any] = (),
     lays_main: bool = False,
+    forks: bool = False,
     call: UserCall = MAKE_VEC,
 ) -> bytes:
     """``value`` as a pickle.
 
-    parts: what ``value`` and `before` are made of, by the names that messages use.  big, fds, before, lays_main: see
-    `attempt`.
+    parts: what ``value`` and `before` are made of, by the names that messages use.  big, fds, before, lays_main,
+    forks: see `attempt`.
     start_method: of the worker that receives it; None for one that runs already.  call: the user's call that wants it
     sent.
     Warns about objects that arrive as something else. Raises CannotTravel.
     """
 
     def pickled() -> PickleAttempt:
-        return attempt(value, silence_s=_SILENCE_S, before=before, lays_main=lays_main, big=big, fds=fds)
+        return attempt(value, silence_s=_SILENCE_S, before=before, lays_main=lays_main, forks=forks, big=big, fds=fds)
 
     outcome, named = pickled(), ""
     if outcome.error is not None and (named := _only_here_in(outcome.seen)):

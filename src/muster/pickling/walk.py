@@ -195,10 +195,7 @@ def is_importable(definition: Any) -> bool:
     module = module_name(definition)
     if is_only_here(module) or module in cloudpickle.list_registry_pickle_by_value():
         return False
-    found = named_in(sys.modules.get(module), getattr(definition, "__qualname__", ""))
-    if type(found) in (staticmethod, classmethod):
-        found = found.__func__
-    return found is definition
+    return named_in(sys.modules.get(module), getattr(definition, "__qualname__", "")) is definition
 
 
 def is_found_by_name(module: types.ModuleType) -> bool:

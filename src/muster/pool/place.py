@@ -59,8 +59,17 @@ class Limit:
     words: str
 
 
+class Owing:
+    """What a place owes."""
+
+    name: WorkerName
+    asked_at: float | None = None  # of the question that it owes an answer to
+    limit: Limit | None = None  # of that answer; a thread's is not kept: nobody can end a thread
+    forgotten = 0  # answers that will come and are to be dropped
+
+
 @dataclass(eq=False)
-class Place:
+class Place(Owing):
     """The worker in one place, the channel to it, and what it owes.
 
     parts: see `Plan`.  starting_until: the deadline of a worker that is still starting; None once it is ready.
@@ -83,9 +92,6 @@ class Place:
     usage_at_start: Usage = field(default_factory=Usage)
     facts: Any = None
     failed: Any = None
-    asked_at: float | None = None  # of the question that it owes an answer to
-    limit: Limit | None = None  # of that answer
-    forgotten: int = 0  # answers that will come and are to be dropped
 
     @property
     def starts(self) -> bool:

@@ -118,8 +118,8 @@ def limit_behind(error: BaseException) -> str:
 
 
 def _limit_of_threads() -> str:
-    """The tightest of the limits of processes and threads, for `limit`."""
-    tasks = "run", "processes and threads"
+    """The limit that leaves the fewest processes and threads, for `limit`."""
+    tasks = 1, "run", "processes and threads"
     limits = [(*found, "this cgroup", *tasks, "pids.max, `docker run --pids-limit`") for found in _pids_cgroups()]
     files = "sys/kernel/threads-max", "loadavg", "sys/vm/max_map_count"
     all_threads, running, most_maps = (read_text(Path("/proc") / name) for name in files)
@@ -129,13 +129,19 @@ def _limit_of_threads() -> str:
     if most_maps:
         with open("/proc/self/maps", "rb") as maps:  # line by line: there may be no memory for all
             holds = sum(1 for _ in maps)
-        limits.append((int(most_maps), holds, "this process", "hold", "memory mappings", "vm.max_map_count"))
+        limits.append((int(most_maps), holds, "this process", 2, "hold", "memory mappings", "vm.max_map_count"))
+    stack_bytes = max(threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0], 1 << 21)
+    fields = dict(line.split(":", 1) for line in read_text(Path("/proc/self/status")).splitlines())
+    for name, field, option in (("AS", "VmSize", "v"), ("DATA", "VmData", "d")):
+        if (most := resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]) != resource.RLIM_INFINITY:
+            memory = stack_bytes, "hold", "bytes of memory", f"RLIMIT_{name}, `ulimit -{option}`"
+            limits.append((most, int(fields[field].split()[0]) * 1024, "this process", *memory))
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if most != resource.RLIM_INFINITY and ((count := threads_of_user()) <= most or os.getuid() != 0):
         limits.append((most, count, "this user", *tasks, "RLIMIT_NPROC, `ulimit -u`"))  # root may often start more
     if not limits:
         return "the kernel starts no more processes and threads. Ask for fewer workers"
-    most, count, whose, does, what, where = min(limits, key=lambda one: one[0] - one[1])
+    most, count, whose, _, does, what, where = min(limits, key=lambda one: (one[0] - one[1]) // one[3])
     return f"{whose} may {does} {most} {what} ({where}), and {does}s {count}. Allow more, or ask for fewer workers"
 
 

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from muster.errors import ClosedError, UsageError, WorkerName
+from muster.errors import ClosedError, UsageError
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed, Post, Question
-from muster.pool.place import Limit
+from muster.pool.place import Limit, Owing
 from muster.pool.resources import Usage
 from muster.transport.channel import watched_s
 
@@ -67,15 +67,6 @@ class Hooks(Protocol):
     def ring(self, place: int) -> None:
         """Wakes a worker, before a message is sent to it, where it waits for anything else than messages."""
         return
-
-
-class Owing(Protocol):
-    """What a place owes. asked_at: of the question that it has not answered.  forgotten: see `Place`."""
-
-    name: WorkerName
-    asked_at: float | None
-    limit: Limit | None
-    forgotten: int
 
 
 class Whole(Uninterrupted):

@@ -288,6 +288,7 @@ class Collector(BatchSource):
         self._rng.bit_generator.state = state["action_rng"]
         if self._torch_state is not None and "torch_rng" in state:
             self._torch_state = list(state["torch_rng"])
+            torch.Generator().set_state(self._torch_state[0])  # refuses what is none
         with self._updating:
             self._version[0], self._staged = self.policy_version + 1, None
             if (module := module_of(self.policy)) is not None and "policy" in state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.processes.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
+from muster.vector.checks import values_of
 
 MULTI_COLLECTOR = replace(
     COLLECTOR,
@@ -44,6 +45,8 @@ _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "work
 
 class MultiCollector(BatchSource):
     """Iterates batches that several processes collect: TensorDicts ``[N, T]``, neither copied nor pickled on their way.
+
+    Each fork of this process copies the batches that are held, 0.4 GB in about 0.5 s.
 
     envs: what `muster.make_vec` takes as its first argument. The envs are split evenly.
     num_envs: number of envs; None for one for each collector, or for the length of the list that `envs` is.
@@ -209,12 +212,9 @@ class MultiCollector(BatchSource):
 
         With ``on_failure="restart"`` it is set again in an env that is built again.
         """
-        if not isinstance(values, (list, tuple)):
-            values = [values] * self._num_envs
-        if len(values) != self._num_envs:
-            raise ConfigError(f"set_attr({name!r}): expected {self._num_envs} values, one an env, got {len(values)}")
+        by_env = values_of(name, values, self._num_envs)
         with self._between_batches():
-            self._collectors.set_attr(name, values)
+            self._collectors.set_attr(name, by_env)
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
@@ -351,9 +351,9 @@ class StayingCollector:
         """Between batches `VectorEnv.call` on all envs, in the order of their indices among all."""
         return tuple(self._collector.envs.call(name, *args, **kwargs))
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
         """Between batches `VectorEnv.set_attr` with a value for each env."""
-        self._collector.envs.set_attr(name, values)
+        self._collector.envs.set_attr(name, [*values.values()])
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
         """One env's observation and action spaces."""

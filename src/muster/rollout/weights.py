@@ -112,11 +112,13 @@ def copies_into(policy: object, weights: Mapping[str, Tensor]) -> Copies:
 def copy_all(copies: Copies) -> None:
     """Makes all copies in one call of torch's, which Ctrl-C and other handlers of signals cannot end halfway.
 
-    Into the tensors themselves: a sparse one gets new memory, of which only a detached shell would know.
+    Into detached shells: tensors made under `torch.inference_mode` take none themselves. A sparse one does, as it gets
+    new memory, of which only its shell would know.
     """
     if copies:
         with Uninterrupted(), torch.no_grad():  # an interrupt at the edge of the latter would leave gradients off
-            torch._foreach_copy_([tensor for tensor, _ in copies], [value for _, value in copies])
+            to = [tensor.detach() if tensor.layout is torch.strided else tensor for tensor, _ in copies]
+            torch._foreach_copy_(to, [value for _, value in copies])
 
 
 def is_same_memory(mine: Tensor, other: Tensor) -> bool:

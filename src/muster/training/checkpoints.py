@@ -10,6 +10,7 @@ import re
 import time
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -38,10 +39,21 @@ MOST_SPREAD = 10  # times a checkpoint's size, of its tensors; their numbers lie
 # Bytes of what is no tensor, which may take 80 times that in memory, and quadratic time: 13 s at most. Each tensor has
 # a line of it, of 150 bytes.
 _MOST_PICKLED = 1 << 19
+_MOST_LEVELS = 100  # of objects; a state has 10, and the hash of 100,000 ends the process
+_FILLING = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD")  # opcodes that put objects into one that is there
 _NAMED = re.compile(  # by a checkpoint
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch (Size|[a-z]+\d+)|"
     r"torch (Float|Double|Half|BFloat16|Byte|Bool|Short|Int|Long)Storage"
 )
+
+
+@dataclass(slots=True)
+class _Extent:
+    """How many objects a walk over an object in a pickle meets, itself among them, and on how many levels."""
+
+    places: int = 1
+    levels: int = 1
+    is_shared: bool = False
 
 
 class Evaluation(NamedTuple):
@@ -136,7 +148,8 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
         try:
             plain = _plain_archive(file, opened)
             state: dict[str, Any] = torch.load(plain, weights_only=True)
-            size, spread = len(plain.getbuffer()), sum(one.numel() * one.element_size() for one in _tensors_in(state))
+            views = {(one.data_ptr(), one.dtype, one.shape, one.stride()): one for one in _tensors_in(state)}
+            size, spread = len(plain.getbuffer()), sum(one.numel() * one.element_size() for one in views.values())
         except UsageError:
             raise
         except Exception as error:  # torch's text is about its own arguments, and about trust
@@ -146,9 +159,11 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
     return state
 
 
-def copies_after(run: Path, steps: int) -> list[str]:
-    """The names of the copies of states after more than so many steps."""
-    return [copy for copy in files_in(run, COPIES, COPY) if copy > f"{COPIES}/{_name_of(steps)}"]
+def states_after(run: Path, steps: int) -> list[str]:
+    """The names of the best state and of copies, where they are of more than so many steps."""
+    with reading(run / BEST):
+        best = [BEST] if has_file(run, BEST) and read_checkpoint(run, BEST)["steps"] > steps else []
+    return best + [copy for copy in files_in(run, COPIES, COPY) if copy > f"{COPIES}/{_name_of(steps)}"]
 
 
 def _no_checkpoint(file: Path, problem: str) -> UsageError:
@@ -181,17 +196,35 @@ def _plain_archive(file: Path, opened: IO[bytes]) -> io.BytesIO:
 def _require_plain(file: Path, pickled: bytes) -> None:
     """Raises UsageError for what no state of a run has.
 
-    A name of something that can be called may ask for any memory; a container in several places, for any time.
+    A name of something that can be called may ask for any memory; nested objects for any stack; a few of them, each in
+    several places of the next, for any time where a walk meets them at every place, as the hash of a key does.
     """
-    containers, before = set(), ""
+    stack, memo, marks = list[_Extent](), dict[object, _Extent](), list[int]()
     for opcode, value, _ in pickletools.genops(pickled):
+        taken = opcode.stack_before
         if opcode.name == "GLOBAL" and not _NAMED.fullmatch(str(value)):
             raise _no_checkpoint(file, f"it names {printable(str(value))}")
-        if "PUT" in opcode.name and before not in ("GLOBAL", "BINUNICODE"):
-            containers.add(value)
-        if "GET" in opcode.name and value in containers:
-            raise _no_checkpoint(file, "it has an object in several places")
-        before = opcode.name
+        if opcode.name == "MARK":
+            marks.append(len(stack))
+        elif "GET" in opcode.name:
+            stack.append(memo[value])
+            memo[value].is_shared = True
+        elif "PUT" in opcode.name:
+            memo[value] = stack[-1]
+        else:
+            is_marked = pickletools.markobject in taken
+            start = marks.pop() - taken.index(pickletools.markobject) if is_marked else len(stack) - len(taken)
+            stack[start:], held = [], stack[start:]
+            one = held.pop(0) if opcode.name in _FILLING else _Extent()
+            if one.is_shared:  # its holders would grow, too
+                raise _no_checkpoint(file, "it fills an object that it has referred to")
+            one.places += sum(inner.places for inner in held)
+            one.levels = max([one.levels, *(1 + inner.levels for inner in held)])
+            if one.levels > _MOST_LEVELS:
+                raise _no_checkpoint(file, f"its objects nest in more than {_MOST_LEVELS} levels")
+            if one.places > MOST_SPREAD * len(pickled):
+                raise _no_checkpoint(file, f"its objects stand in more than {MOST_SPREAD * len(pickled):,} places")
+            stack.extend([one] * len(opcode.stack_after))
 
 
 def _tensors_in(state: object) -> Iterator[Any]:

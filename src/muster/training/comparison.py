@@ -77,12 +77,10 @@ def plot_comparison(groups: Mapping[str, Sequence[Path]], plot_path: Path, *, ti
     Raises ImportError without matplotlib.
     """
     picture = Picture(title)
-    begun = False
     for color, (label, paths) in zip((COLORS * math.ceil(len(groups) / len(COLORS))), groups.items(), strict=False):
         curves = [curve for curve in map(read_curve, paths) if len(curve)]
         if not curves:
             continue
-        begun = True
         first, last = max(curve[0, 0] for curve in curves), min(curve[-1, 0] for curve in curves)
         steps = np.linspace(first, max(first, last), POINTS)
         returns = np.stack([np.interp(steps, curve[:, 0], curve[:, 1]) for curve in curves])
@@ -91,6 +89,6 @@ def plot_comparison(groups: Mapping[str, Sequence[Path]], plot_path: Path, *, ti
         if several:
             picture.axes.set_ylabel("return: interquartile mean of the seeds, in its 95 % interval")
         picture.draw(steps, interquartile_mean(returns), low, high, color=color, label=label + several, band=None)
-    if not begun:
+    if not picture.axes.lines:
         picture.say("no episode has ended yet")
     picture.save(plot_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -29,9 +30,8 @@ CHARTS = {
     "eval_length": "eval/mean_ep_length",
     "seconds": "time/time_elapsed",
 }
-
-
 _PREFIX = "events.out.tfevents."
+_LONGEST = 255  # bytes of a file's name
 
 
 def next_events_name(names: Iterable[str]) -> str:
@@ -40,7 +40,8 @@ def next_events_name(names: Iterable[str]) -> str:
     TensorBoard reads a folder's files in the order of their names, so it is later than those, whatever the clock says.
     """
     last = max((name for name in names if name.startswith(_PREFIX)), default="")
-    return max(f"{_PREFIX}{time.time():017.6f}", f"{last}0")
+    later = f"{last}0" if len(os.fsencode(last)) < _LONGEST else f"{_PREFIX}~"  # which comes after digits and letters
+    return max(f"{_PREFIX}{time.time():017.6f}", later)
 
 
 class EventWriter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
-from muster.training.run_folder import naming
+from muster.training.run_folder import naming, write_named
 from muster.vector.vector_env import VectorEnv
 
 _FRAMES_PER_SECOND = 30  # where the env's metadata say nothing
@@ -56,7 +55,7 @@ def film_episode(
                 picture = np.ascontiguousarray(frame[:height, :width])
                 film.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             film.mux(stream.encode())
-        os.replace(aside, path)
+        write_named(path, aside.read_bytes())
     finally:
         aside.unlink(missing_ok=True)
     return count

@@ -14,7 +14,7 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
-from muster.training.run_folder import naming, read_file, reading, replace_file
+from muster.training.run_folder import read_file, reading, replace_file, write_named
 
 INK, MUTED, LINE, GOAL = "#1f2937", "#6b7280", "#2563eb", "#059669"
 
@@ -61,11 +61,8 @@ class Picture:
         self.axes.text(0.5, 0.5, text, transform=self.axes.transAxes, color=MUTED, ha="center", va="center")
         self.axes.set(xticks=[], yticks=[])
 
-    def save(self, path: Path) -> None:
-        """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown.
-
-        A link that lies in the way is replaced, but for those to devices and fds: /dev/stdout is one.
-        """
+    def save(self, path: Path, write: Callable[[Path, bytes], None] = write_named) -> None:
+        """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown."""
         handles, _ = self.axes.get_legend_handles_labels()
         if handles:  # below the curves, wherever these go
             columns = min(len(handles), 3)
@@ -75,11 +72,7 @@ class Picture:
             self._figure.savefig(file, format=path.suffix[1:] or "png")
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
-        if path.parent.resolve() in (Path("/dev"), Path("/dev/fd").resolve()):
-            with naming(path):
-                path.write_bytes(file.getvalue())
-        else:
-            replace_file(path.parent, path.name, file.getvalue())
+        write(path, file.getvalue())
 
 
 def as_written(number: str) -> str:
@@ -116,7 +109,8 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
             picture.axes.axhline(goal, color=GOAL, linewidth=1.2, linestyle=(0, (5, 4)), label=label, zorder=1)
     else:
         picture.say("no episode has ended yet")
-    picture.save(plot_path)
+    # A run's own picture: a pipe in its place has no reader to wait for.
+    picture.save(plot_path, lambda path, content: replace_file(path.parent, path.name, content))
 
 
 def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from muster.envs.adapt import adapted_recipes
 from muster.errors import UsageError
 from muster.extras import require
 from muster.pool.notices import starts_unsaid
-from muster.pool.resources import usable_cores
-from muster.recipes.known_envs import is_known
 from muster.recipes.named import callable_named, env_named
 from muster.training.plan import TrainingPlan
 from muster.training.presets import preset_named
@@ -28,12 +25,10 @@ SAID_AFTER_S = 1.0
 def start_run_envs(plan: TrainingPlan, console: Console, num_envs: int | None = None, **options: Any) -> VectorEnv:
     """The envs of `open_run_envs`. What takes longer than a second is said meanwhile."""
     count = plan.config.num_envs if num_envs is None else num_envs
-    workers = expected_workers(plan, count, **options)
-    on_workers = "" if workers is None else f" on {_several(workers, 'worker')}"
     # A worker that is forked from this process must not inherit the locks of a thread that prints.
     if {**plan.options, **options}.get("context") == "fork":
         return open_run_envs(plan, num_envs, **options)
-    with starts_unsaid(), _said_later(console, f"starting {_several(count, 'env')}{on_workers}"):
+    with starts_unsaid(), _said_later(console, f"starting {count} env{'s' * (count > 1)}"):
         return open_run_envs(plan, num_envs, **options)
 
 
@@ -55,44 +50,12 @@ def open_run_envs(
     preset = preset_named(plan.preset)
     require(f"Training {plan.env} needs", "muster-rl[train]", *preset.modules)
     count = plan.config.num_envs if num_envs is None else num_envs
-    kwargs, around = _arguments(plan, env_kwargs or {}, wrappers)
-    return open_envs(plan.env, count, env_kwargs=kwargs, wrappers=around, **{**_made_with(plan, count), **options})
-
-
-def expected_workers(plan: TrainingPlan, count: int, **options: Any) -> int | None:
-    """The number of workers that `make_vec` gives ``count`` of the plan's envs; None where a trial decides it, or none.
-
-    This process counts where it steps some of them, as in `stats`.
-    options: as for `open_run_envs`.
-    """
-    kwargs, around = _arguments(plan, options.pop("env_kwargs", {}), options.pop("wrappers", ()))
-    made = {"backend": "process", "num_workers": None, "caller_steps": False, **_made_with(plan, count), **options}
-    asked, by_cores = made["num_workers"], min(usable_cores(), count)
-    if made["backend"] == "serial" or asked == "auto":
-        return None
-    if asked is not None:  # what is no number is for `make_vec` to refuse
-        return asked + int(made["caller_steps"]) if isinstance(asked, int) else None
-    if made["backend"] == "thread":
-        return by_cores
-    (recipe,) = adapted_recipes(env_named(plan.env), 1, kwargs, around, None, False)
-    packs = is_known(recipe) and not made.get("one_env_per_process")
-    return by_cores if packs else count
-
-
-def _arguments(
-    plan: TrainingPlan, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]]
-) -> tuple[dict[str, Any], tuple[Callable[[Any], Any], ...]]:
-    """The arguments and the wrappers of each of the plan's envs, with further ones."""
-    preset = preset_named(plan.preset)
     by_preset = preset.env_kwargs if isinstance(env_named(plan.env), str) else {}  # a factory has arguments of its own
+    kwargs = {**by_preset, **plan.env_kwargs, **(env_kwargs or {})}
     around = (*map(callable_named, plan.wrappers), *preset.wrappers, *wrappers)
-    return {**by_preset, **plan.env_kwargs, **env_kwargs}, around
-
-
-def _made_with(plan: TrainingPlan, count: int) -> dict[str, Any]:
-    """The plan's options of `make_vec`, as far as so many envs can have them."""
     left_out = () if count == plan.config.num_envs else ("num_workers", "caller_steps")
-    return {name: value for name, value in plan.options.items() if name not in left_out}
+    made = {name: value for name, value in plan.options.items() if name not in left_out}
+    return open_envs(plan.env, count, env_kwargs=kwargs, wrappers=around, **{**made, **options})
 
 
 def open_envs(
@@ -119,7 +82,3 @@ def _said_later(console: Console, text: str) -> Iterator[None]:
         say.cancel()
         say.join()
         status.stop()
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count > 1)}"

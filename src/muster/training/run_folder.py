@@ -48,8 +48,7 @@ class RunFolder:
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self.config_path, self.metrics_path = path / CONFIG, path / METRICS
-        self.checkpoint_path, self.plot_path = path / CHECKPOINT, path / PLOT
+        self.metrics_path, self.checkpoint_path, self.plot_path = path / METRICS, path / CHECKPOINT, path / PLOT
         self._config: dict[str, Any] = {}
         self._columns: list[str] = []
         self._kept: list[dict[str, Any]] = []  # rows that have not been handed to the file
@@ -74,7 +73,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, parent: Path, name: str) -> RunFolder:
-        """A new folder for a run called ``name``, see `new_folder`."""
+        """A new folder for a run called ``name``, see `new_folder`: for programs that write runs of their own."""
         return cls(new_folder(parent, name))
 
     def write_config(self, config: Mapping[str, Any]) -> None:
@@ -336,12 +335,10 @@ def open_file(run: Path, name: str, flags: int = os.O_RDONLY) -> int:
 
 def has_file(run: Path, name: str) -> bool:
     """Whether the run in the folder ``run`` has the file ``name``. Raises UsageError for a link."""
-    try:
-        with holder_of(run, name) as (holder, last):
-            _refuse_link(run / name, last, holder)
-            return stat.S_ISREG(os.stat(last, dir_fd=holder, follow_symlinks=False).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    with suppress(FileNotFoundError, NotADirectoryError), holder_of(run, name) as (holder, last):
+        _refuse_link(run / name, last, holder)
+        return stat.S_ISREG(os.stat(last, dir_fd=holder, follow_symlinks=False).st_mode)
+    return False
 
 
 def read_file(run: Path, name: str) -> bytes:
@@ -359,13 +356,11 @@ def files_in(run: Path, folder: str, names: re.Pattern[str]) -> list[str]:
 
     folder: relative to ``run``, "" for the run's own.
     """
-    try:
-        with holder_of(run, f"{folder}/." if folder else ".") as (holder, _):
-            found = sorted(filter(names.fullmatch, os.listdir(holder)))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    paths = [f"{folder}/{name}" if folder else name for name in found]
-    return [path for path in paths if has_file(run, path)]
+    inside = f"{folder}/" if folder else ""
+    with suppress(FileNotFoundError, NotADirectoryError), holder_of(run, f"{inside}.") as (holder, _):
+        paths = [f"{inside}{name}" for name in sorted(filter(names.fullmatch, os.listdir(holder)))]
+        return [path for path in paths if has_file(run, path)]
+    return []
 
 
 def remove_file(run: Path, name: str) -> None:
@@ -391,6 +386,19 @@ def replace_file(run: Path, name: str, content: bytes | memoryview) -> None:
             raise
         with suppress(OSError):  # not every file system can
             os.fsync(holder)
+
+
+def write_named(path: Path, content: bytes) -> None:
+    """Writes what a user has named: in the place of a file or of a link, but into a pipe, a device or an open fd."""
+    if path.parent.resolve() == Path("/dev") and path.is_symlink():
+        path = path.parent / path.readlink()  # of /dev/stdout, to an fd
+    is_fd = path.parent.resolve() == Path("/dev/fd").resolve() and path.name.isdecimal()
+    if not is_fd and (path.is_symlink() or path.is_file() or not path.exists()):
+        replace_file(path.parent, path.name, content)
+        return
+    # An fd as it is: opened anew it would begin at the start, and what is printed later would lie over it.
+    with naming(path), open(int(path.name) if is_fd else path, "wb", closefd=not is_fd) as file:
+        file.write(content)
 
 
 class GrowingFile:
@@ -443,15 +451,12 @@ def _write_at(file: int, content: bytes | memoryview, start: int) -> None:
 
 def _refuse_link(path: Path, name: str, holder: int) -> None:
     """Raises UsageError where ``name`` in the folder is a link. path: of the file that was to be opened."""
-    try:
-        is_link = stat.S_ISLNK(os.stat(name, dir_fd=holder, follow_symlinks=False).st_mode)
-    except FileNotFoundError:
-        return
-    if is_link:
-        raise UsageError(
-            f"{path}: {name} is a link, and none is followed inside a run folder. Put there what it leads to; for "
-            "another disk, move the whole folder there"
-        )
+    with suppress(FileNotFoundError):
+        if stat.S_ISLNK(os.stat(name, dir_fd=holder, follow_symlinks=False).st_mode):
+            raise UsageError(
+                f"{path}: {name} is a link, and none is followed inside a run folder. Put there what it leads to; for "
+                "another disk, move the whole folder there"
+            )
 
 
 def require_room(path: Path, size: int) -> None:

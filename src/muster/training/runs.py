@@ -18,22 +18,14 @@ from muster.algorithms import PPO, PPOMetrics
 from muster.errors import DISK_FULL, UsageError
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
-from muster.training.checkpoints import Checkpoints, Evaluation, copies_after, read_checkpoint
+from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
 from muster.training.film import film_episode
 from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_folder import (
-    BEST,
-    LOST_METRICS,
-    RunFolder,
-    as_word,
-    new_folder,
-    reading,
-    states_in,
-)
+from muster.training.run_folder import BEST, LOST_METRICS, RunFolder, as_word, new_folder, reading, states_in
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 from muster.vector.vector_env import VectorEnv
@@ -167,7 +159,7 @@ def _load(ppo: PPO, folder: RunFolder, console: Console, learning_rate: float | 
         return 0.0
     with reading(folder.checkpoint_path):
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
-    if later := copies_after(folder.path, ppo.steps):
+    if later := states_after(folder.path, ppo.steps):
         raise UsageError(
             f"{folder.path} would go on from step {ppo.steps:,}, and has later states, whose places new ones would "
             f"take: {', '.join(later)}. Move them elsewhere first"
@@ -272,22 +264,20 @@ def _print_result(
         solved = mean_return >= goal and ended >= SOLVED_OVER
         over = "" if ended >= SOLVED_OVER else f" over {SOLVED_OVER} episodes"
         result += f"  [green]solved (at {goal:,g})[/]" if solved else f"  [dim]solved at {goal:,g}{over}[/]"
+    best_path = escape(str(folder.path / BEST))
     lines = {
         "mean return": result,
         "trained": f"{ppo.steps:,} steps in {format_seconds(seconds)}, {ppo.steps / seconds:,.0f} steps/s",
         "learning curve": escape(plot),
         "checkpoint": escape(str(folder.checkpoint_path)),
-        **({} if best is None else {"best evaluation": _best(folder, best)}),
+        "best evaluation": best and f"[bold]{format_return(best.mean_return)}[/] at step {best.steps:,}: {best_path}",
         "metrics": escape(str(folder.metrics_path)),
     }
     for name, text in lines.items():
-        console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
+        if text is not None:
+            console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
 
 
 def _goal_of(ppo: PPO) -> float | None:
     """The mean return at which the env counts as solved."""
     return ppo.envs.spec.reward_threshold if ppo.envs.spec else None
-
-
-def _best(folder: RunFolder, best: Evaluation) -> str:
-    return f"[bold]{format_return(best.mean_return)}[/] at step {best.steps:,}: {escape(str(folder.path / BEST))}"

@@ -109,7 +109,7 @@ class Channel:
                     left = left[sent:]
                     self.is_halfway = len(left) > 0
                 except BlockingIOError:
-                    if not self._poll(select.POLLOUT, timeout_s):
+                    if not self._poll(select.POLLOUT, _deadline(timeout_s)):
                         raise TimeoutError from None
                 except OSError as error:
                     raise ChannelClosed from error
@@ -122,15 +122,13 @@ class Channel:
         TimeoutError is raised if the message has not arrived as a whole within `timeout_s`; the part that has arrived
         is kept for the next call; and where another thread receives.
         """
-        deadline = math.inf if timeout_s is None else watched_s() + timeout_s
-        reader = threading.get_ident()
+        deadline, reader = _deadline(timeout_s), threading.get_ident()
         if self._reader not in (None, reader):
             raise TimeoutError
         outer, self._reader = self._reader, reader
         try:
             while not (end := self._fill()):
-                left_s = max(0.0, deadline - watched_s())
-                if left_s == 0.0 or not self._poll(select.POLLIN, left_s):
+                if not self._poll(select.POLLIN, deadline):
                     raise TimeoutError
             received = self._received
             self._received = received[end:]
@@ -173,17 +171,18 @@ class Channel:
                 self._received_fds += array("i", rights)
             self.heard_at = watched_s()
 
-    def _poll(self, event: int, timeout_s: float | None) -> bool:
-        """Whether `event` occurs within `timeout_s`. Raises what `watch` raises."""
+    def _poll(self, event: int, deadline: float) -> bool:
+        """Whether `event` occurs before `watched_s` is the deadline. Raises what `watch` raises."""
         poller = select.poll()
         poller.register(self._socket, event)
         began = time.monotonic()
-        deadline = math.inf if timeout_s is None else watched_s() + timeout_s
-        while True:
-            left_s = max(0.0, deadline - watched_s())
+        while (left_s := deadline - watched_s()) > 0.0:
             if poller.poll(min(left_s, _SLICE_S) * 1000):
                 return True
-            if left_s == 0.0:
-                return False
             assert self._watch is not None
             self._watch(time.monotonic() - began)
+        return False
+
+
+def _deadline(timeout_s: float | None) -> float:
+    return math.inf if timeout_s is None else watched_s() + timeout_s

@@ -81,7 +81,8 @@ def make_vec(
     context: how workers start. "auto" starts fresh processes and never forks the caller.
     autoreset_mode: "next_step", "same_step" or "disabled", as Gymnasium defines them.
     observation_mode: "different" lets the envs' bounds differ; shapes, dtypes and keys must be equal.
-    copy: False returns observations as views, valid until that env's next send.
+    copy: False returns observations as views, valid until that env's next send. Else they are the caller's own: each
+        fork of the caller copies the big batches that are held, of 0.4 GB in about 0.5 s.
     one_env_per_process: for libraries that can be loaded only once per process: num_workers is num_envs ("auto", too,
         without a trial), and an env that raised is built again in a new process. An env class requests it by
         ``metadata["one_per_process"] = True``.

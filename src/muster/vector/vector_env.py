@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import itertools
 import math
 import time
@@ -16,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from muster._core import SLICE_NS, Status, Unusual, end_threads, verb
-from muster.errors import CannotTravel, ConfigError, EnvError, NotPendingError, PendingError, WaitTimeout
-from muster.hosts.failures import Failure
+from muster.errors import CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
+from muster.hosts.failures import Failure, failures_of
 from muster.hosts.requests import EnvCall, ResetArguments
 from muster.pool.closing import CloseLimits, close_abandoned
 from muster.spaces.compare import handed_out
@@ -198,9 +199,9 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.require_open()
         if not self._caller.calling:
             raise NotPendingError("call_wait() without call_async() before it", "call")
-        results = self._backend.call_wait(checks.timeout_of(timeout))
+        results: list[Any] = self._backend.call_wait(checks.timeout_of(timeout))
         self._caller.calling = False
-        if failures := [result for result in results if isinstance(result, Failure)]:
+        if failures := [*failures_of(results).values()]:
             self._raise_all(failures, None)
         return tuple(results)
 
@@ -215,17 +216,17 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         With ``on_failure="restart"`` it is set in an env that is built again, also where that dies before it has it.
         """
         self.require_idle("set_attr")
-        if not isinstance(values, (list, tuple)):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise ConfigError(f"set_attr({name!r}): expected {self.num_envs} values, one an env, got {len(values)}")
+        if failures := [*self.set_each(name, checks.values_of(name, values, self.num_envs)).values()]:
+            self._raise(failures, None)
+
+    @verb
+    def set_each(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
+        """Sets the attribute `name` of envs, to values by env; returns the failures of those that refuse theirs."""
         self._caller.calling = True
         try:
-            results = (self._recovery or self._backend).set_attr(name, values)
+            return (self._recovery or self._backend).set_attr(name, values)
         finally:
             self._caller.calling = False
-        if failures := [result for result in results if result is not None]:
-            self._raise(failures, None)
 
     def render(self) -> tuple[Any, ...]:
         """Every env's ``render()``."""
@@ -343,13 +344,15 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             )
 
     @verb
-    def drop_pending(self) -> None:
-        """Waits for every answer that envs still owe, and drops it: for front ends whose users cannot take it."""
+    def drop_pending(self, timeout: float | None = None) -> None:
+        """Waits for every answer that envs still owe, and drops it, as users cannot take it. Raises WaitTimeout."""
+        ends = math.inf if timeout is None else time.monotonic() + timeout
         try:
             self._drops_pending = True
             while self.calling or self.num_pending:  # takes the answers, or the error, of at least one env
+                left_s = None if timeout is None else ends - time.monotonic()
                 with contextlib.suppress(EnvError, CannotTravel):
-                    SteppedEnvs.call_wait(self) if self.calling else SteppedEnvs.recv(self)
+                    SteppedEnvs.call_wait(self, left_s) if self.calling else SteppedEnvs.recv(self, None, left_s)
         finally:
             self._drops_pending = False
 
@@ -455,6 +458,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return self._backend.slab.obs_batch(self._all, objects, copies), infos
 
 
+copyreg.pickle(type(SteppedEnvs.step), lambda step: step.__qualname__)  # by its name, as a function; a copy is itself
 weakref.finalize(SteppedEnvs, end_threads)  # runs after the vector envs' finalizers, which are made later
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import programs
+from interrupting import Interruption
 from processes import is_alive
 
 torchrl = pytest.importorskip("torchrl")
@@ -27,6 +29,7 @@ from torchrl.envs import CatFrames, EnvBase, RewardSum, StepCounter, Transform, 
 
 from muster.errors import EnvError, SpecMismatch, WorkerDied  # noqa: E402
 from muster.interop.torchrl import ParallelEnv  # noqa: E402
+from slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow)]
@@ -213,6 +216,39 @@ def test_envs_that_differ_are_told_by_key_and_argument():
     with pytest.raises(RuntimeError, match=words + argument + r".*\[0\]\[\"at\"\] not given\)\. Pass envs that differ"):
         ParallelEnv(3, Liar, create_env_kwargs=kwargs, mp_start_method="fork")
     assert set(psutil.Process().children(recursive=True)) <= set(before)
+
+
+def reset_first(env: ParallelEnv) -> None:
+    """What TorchRL's verb sends and waits for, in a few hundred moments in place of thousands."""
+    env.parent_channels[0].send(("reset", (None, {})))
+    env._wait_for_workers([0])
+
+
+INTERRUPTED: dict[str, Callable[[ParallelEnv], object]] = {
+    "state_dict": lambda env: env.state_dict(),
+    "load_state_dict": lambda env: env.load_state_dict({}),
+    "set_seed": lambda env: env.set_seed(3),
+    "attribute": lambda env: list(env.at),
+    "reset of some": reset_first,
+}
+
+
+@pytest.mark.parametrize("every", [3, *slow(1)])
+@pytest.mark.parametrize("verb", INTERRUPTED)
+def test_after_a_ctrl_c_at_any_moment_answers_are_those_to_what_was_asked(verb: str, every: int):
+    call = INTERRUPTED[verb]
+    with torch.no_grad():  # TorchRL's own code leaves gradients off
+        env = ParallelEnv(2, Liar, mp_start_method="fork")
+        env.reset()
+        call(env)  # with all that is imported at the first call
+        for moment in itertools.count(0, 1 if call is reset_first else every):
+            interruption = Interruption(moment)
+            if not interruption.run(call, env):
+                break
+            assert env.reset()["position"].eq(0).all(), interruption.where
+            assert list(env.steps) == [0, 0], interruption.where
+        assert moment > 50
+        env.close()
 
 
 @pytest.mark.parametrize("method", METHODS)

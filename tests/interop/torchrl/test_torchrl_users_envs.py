@@ -116,9 +116,12 @@ class Chooser(EnvBase):
 
 
 class Team(EnvBase):
-    """Three agents whose episodes end together, which only their group says. Its other observations are not theirs."""
+    """Three agents whose episodes end together, which their group says. Its other observations are not theirs.
 
-    def __init__(self, length: int = 3) -> None:
+    at_root: the root says it, too; flags of the group count where a reset has them.
+    """
+
+    def __init__(self, length: int = 3, *, at_root: bool = False) -> None:
         super().__init__()
         self.length, self.steps = length, 0
         inner = Composite(twice=Unbounded((3, 2)), shape=(3,))
@@ -127,14 +130,17 @@ class Team(EnvBase):
         self.action_spec = Composite(agents=Composite(action=Bounded(-1, 1, (3, 1)), shape=(3,)))
         self.reward_spec = Composite(agents=Composite(reward=Unbounded((3, 1)), shape=(3,)))
         flags = {name: Categorical(2, (3, 1), dtype=torch.bool) for name in ("done", "terminated")}
-        self.done_spec = Composite(agents=Composite(flags, shape=(3,)))
+        root_flags = {name: Categorical(2, (1,), dtype=torch.bool) for name in flags if at_root}
+        self.done_spec = Composite(agents=Composite(flags, shape=(3,)), **root_flags)
         self.random = torch.Generator()
 
     def _set_seed(self, seed: int | None) -> None:
         self.random.manual_seed(seed)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        self.steps, self.position = 0, torch.rand(3, 1, generator=self.random)
+        flags = None if tensordict is None else tensordict.get(("agents", "_reset"), None)
+        if flags is None or flags.any():
+            self.steps, self.position = 0, torch.rand(3, 1, generator=self.random)
         return self._observed()
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -143,7 +149,7 @@ class Team(EnvBase):
         ended = torch.full((3, 1), self.steps >= self.length)
         rows = self._observed()
         rows["agents"].update({"reward": self.position.clone(), "done": ended, "terminated": ended.clone()})
-        return rows
+        return rows.update({key: ended[0].clone() for key in self.done_keys if isinstance(key, str)})
 
     def _observed(self) -> TensorDictBase:
         inner = TensorDict({"twice": self.position * 2 + torch.zeros(3, 2)}, [3])
@@ -193,6 +199,7 @@ FACTORIES: dict[str, Any] = {
     "primed": primed,
     "nested done flags": NestedCountingEnv,
     "done flags in a group": [Team, partial(Team, 5), partial(Team, 4)],
+    "done flags in both": [partial(Team, length, at_root=True) for length in (3, 5, 4)],
     "several agents": MultiKeyCountingEnv,
     "agents that differ": HeterogeneousCountingEnv,
     "envs that differ": [partial(Camera, size=2), partial(Camera, size=4), partial(Camera, length=2)],
@@ -267,7 +274,7 @@ def driven(env: Any, *, partial_steps: bool) -> list[TensorDictBase]:
 # around them that changes shapes.
 ALL_ONLY = ("agents that differ", "envs that differ", "pictures around")
 # What TorchRL's workers show, and its `SerialEnv` does not.
-OF_WORKERS = ("masks", "agents that differ", "done flags in a group")
+OF_WORKERS = ("masks", "agents that differ", "done flags in a group", "done flags in both")
 # TorchRL's workers take a second to start.
 SLOW = (("masks", False), ("agents that differ", False), ("VecNormV2 around", False))
 

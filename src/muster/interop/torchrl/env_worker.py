@@ -124,7 +124,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         try:
             if bare is not None:
                 if bare.step() and command == Command.STEP_AND_RESET:
-                    self._write_root(self.env.maybe_reset(self._root.clone()))
+                    self._write_root(self.env.maybe_reset(self._root.exclude(*self.env.reset_keys).clone()))
             elif command == Command.STEP_AND_RESET:
                 self._step_and_reset(keys)
             elif command == Command.STEP:

@@ -336,7 +336,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
         return True
 
     def _wait_for_workers(self, workers_range: Any) -> None:
-        self._open_pool().exchange()
+        self._open_pool().exchange(self.parent_channels[worker].env for worker in workers_range)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Closes the envs and ends their processes, also those of an env that has not been stepped yet."""

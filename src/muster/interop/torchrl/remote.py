@@ -8,7 +8,7 @@ else as one pickle for each env.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Pool:
         self._context = context
         self._key_sets: dict[Keys, int] = {}
         self._noted: dict[int, tuple[Any, Any]] = {}
-        self._answers: dict[int, list[Any]] = {env: [] for env in range(self.num_envs)}
+        self._answers: dict[int, Any] = {}
         self._columns: Columns | None = None
         self._has_objects = False
         with originals_raised():
@@ -111,26 +111,25 @@ class Pool:
         self._noted[env] = (name, data)
 
     def answer(self, env: int) -> Any:
-        """The oldest answer of an env that nobody has taken; sends what is noted for it first."""
+        """The answer of an env that nobody has taken; sends what is noted first."""
         if env in self._noted:
             self.exchange()
-        return self._answers[env].pop(0)
+        return self._answers.pop(env)
 
-    def exchange(self) -> None:
-        """Sends all messages that are noted, and waits until they are answered. Raises what an env has raised."""
-        noted, self._noted = self._noted, {}
-        if not noted:
-            return
-        if self.vector_env.interrupted:
-            self.vector_env.drop_pending()
-        numbers = self._as_numbers(noted)
-        if numbers is not None:
+    def exchange(self, envs: Iterable[int] | None = None) -> None:
+        """Sends the messages that are noted for all envs, or for `envs`, and waits until they are answered.
+
+        Other messages and answers, and what envs still owe, are dropped: they are of a verb that Ctrl-C has ended.
+        Raises what an env has raised.
+        """
+        noted = {env: self._noted[env] for env in (self._noted if envs is None else envs)}
+        self._noted, self._answers = {}, {}
+        self.vector_env.drop_pending()
+        if noted and (numbers := self._as_numbers(noted)) is not None:
             self._run(list(noted), numbers)
-            return
-        pickled = {env: self._pickled(env, message) for env, message in noted.items()}
-        for env, answer in enumerate(self.vector_env.call("perform", pickled)):
-            if answer is not None:
-                self._answers[env].append(answer)
+        elif noted:
+            pickled = {env: self._pickled(env, message) for env, message in noted.items()}
+            self._answers = dict(enumerate(self.vector_env.call("perform", pickled)))
 
     def _run(self, envs: Sequence[int], actions: Sequence[tuple[int, int]]) -> None:
         """Has some envs carry out commands, and waits for them. actions: the command and key set of each."""
@@ -142,8 +141,8 @@ class Pool:
 
     def run_all(self, command: Command) -> None:
         """Has all envs carry out a command without a key set, and waits for them."""
-        if self._noted or self.vector_env.interrupted:
-            self.exchange()
+        if self._noted or self.vector_env.interrupted or self.vector_env.num_pending:
+            self.exchange(())
         self.vector_env.step(self._of_all[command])
 
     def number_of(self, keys: Sequence[Key]) -> int:
@@ -184,7 +183,6 @@ class Pool:
 
     def close(self, shutdown_timeout: float) -> None:
         """Closes the envs and ends the processes, after at most this many seconds for each and once more for all."""
-        self._noted = {}
         self.vector_env.close_within(
             in_all(shutdown_timeout * (self._backend.num_workers + 1), f"shutdown_timeout={shutdown_timeout:g}")
         )
@@ -201,15 +199,15 @@ class Channel:
 
     def __init__(self, pool: Pool, env: int) -> None:
         self._pool = pool
-        self._env = env
+        self.env = env
 
     def send(self, message: tuple[Any, Any]) -> None:
         """Notes a message: its name, or a tuple of attributes' names, and its data."""
-        self._pool.note(self._env, *message)
+        self._pool.note(self.env, *message)
 
     def recv(self) -> Any:
         """The answer to the oldest message that has one."""
-        return self._pool.answer(self._env)
+        return self._pool.answer(self.env)
 
     def close(self) -> None:
         """Does nothing: the pool is closed as a whole."""

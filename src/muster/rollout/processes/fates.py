@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from muster.errors import CollectorError, MusterError, WorkerName
-from muster.hosts.requests import SetAttr
+from muster.hosts.requests import KeptAttributes, SetAgain
 from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed
 from muster.pool.place import Budget, Plan
@@ -47,18 +47,20 @@ class Fates(Hooks):
 
     restarts: whether others come. asked: what replicas are busy with, in words, and since when.
     reasons: by collector, why the one before was lost, until a batch says so.
-    seeds: for the next replicas.  attributes: by collector, what `set_attr` has set last.
+    seeds: for the next replicas.  attributes: what `set_attr` has set last.
     replaced: how often, by collector.  counts: int64 ``[collectors, COUNTS]``, of the current processes.
     """
 
-    def __init__(self, plans: Sequence[Plan], nouns: Nouns, max_restarts: int | None) -> None:
+    def __init__(
+        self, plans: Sequence[Plan], nouns: Nouns, max_restarts: int | None, attributes: KeptAttributes
+    ) -> None:
         self._plans, self._nouns = plans, nouns
         self.restarts = max_restarts is not None
         self._budget = Budget(max_restarts or 0, nouns)
         self.asked: dict[int, tuple[str, float | None]] = {}
         self.reasons: dict[int, str] = {}
         self.seeds: list[int | None] = [None] * len(plans)
-        self.attributes: list[dict[str, SetAttr]] = [{} for _ in plans]
+        self.attributes = attributes
         self.counts, self._counts_before = np.zeros((2, len(plans), len(COUNTS)), np.int64)
         self.replaced = [0] * len(plans)
 
@@ -74,7 +76,8 @@ class Fates(Hooks):
         if seed is not None:
             sequence = np.random.SeedSequence(seed, spawn_key=(self.replaced[place],))
             seed = int(sequence.generate_state(1)[0])
-        return Successor(self._plans[place].content, [*self.attributes[place].values(), Begin(seed)])
+        again = SetAgain({env: self.attributes[env] for env in self._plans[place].envs})
+        return Successor(self._plans[place].content, [again, Begin(seed)])
 
     def counts_so_far(self) -> Array:
         """int64 ``[collectors, COUNTS]``, of all processes so far."""

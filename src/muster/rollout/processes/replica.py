@@ -12,12 +12,11 @@ import torch
 
 from muster._core import map_fd
 from muster.errors import CannotTravel, EnvError
-from muster.hosts.failures import not_sent_there
+from muster.hosts.failures import not_sent_there, to_one_exception
 from muster.hosts.recipe_plans import RecipeResident, Recipes
-from muster.hosts.requests import Call, SetAttr
-from muster.introspection import type_name
+from muster.hosts.requests import Call, SetAgain, SetAttr
 from muster.pickling.main_module import Init
-from muster.pool.messages import Failed, Message, message_of
+from muster.pool.messages import Failed, Message
 from muster.pool.resources import own_memory_bytes
 from muster.pool.worker import Here
 from muster.rollout.beside_weights import apply_changes
@@ -141,10 +140,14 @@ class Collected(Message):
 
 @dataclass(eq=False)
 class Raised(Message):
-    """The exception that a question has ended with. is_final: restarting the replica's envs did not help."""
+    """The exception that a question has ended with. is_final: restarting the replica's envs did not help.
+
+    refused: the envs that have refused a value; none where all have.
+    """
 
     failed: Failed
     is_final: bool
+    refused: Sequence[int]
 
 
 class Replica(RecipeResident):
@@ -193,7 +196,7 @@ class Replica(RecipeResident):
         except BaseException as error:
             if isinstance(error, EnvError):
                 error.batch = None  # the rows of the other envs are dropped, too
-            return Raised(Failed.of(error, self._here.dumps), self._envs.closed)
+            return self._raised(error)
         finally:
             self._idle_since = time.monotonic()
 
@@ -201,12 +204,10 @@ class Replica(RecipeResident):
         match message:
             case Begin():
                 self._answer(message)
-            case SetAttr():
-                try:
-                    self._answer(message)
-                except Exception as error:
-                    name = message.arguments if isinstance(message.arguments, CannotTravel) else message.arguments[0]
-                    self._lost.append(f"{name!r} ({type_name(error)}: {message_of(error)})")
+            case SetAgain(attributes):
+                for env, name, value in ((env, *one) for env, of_env in attributes.items() for one in of_env.items()):
+                    if raised := self._set(name, {env: value}):
+                        self._lost.append(f"{name!r} ({raised.failed.type_name}: {raised.failed.message})")
             case _:
                 super().take(message)
 
@@ -234,8 +235,18 @@ class Replica(RecipeResident):
             case Call((name, args, kwargs)):
                 return self._call(name, args, kwargs)
             case SetAttr((name, values)):
-                return self._envs.set_attr(name, values)
+                return self._set(name, values)
         return super().answer(question)
+
+    def _raised(self, error: BaseException, refused: Sequence[int] = ()) -> Raised:
+        return Raised(Failed.of(error, self._here.dumps), self._envs.closed, refused)
+
+    def _set(self, name: str, values: Mapping[int, Any]) -> Raised | None:
+        """Sets an attribute of envs, to values by their indices among all; returns what those raise that refuse."""
+        first = self._plan.first_env
+        refused = self._envs.set_each(name, {env - first: value for env, value in values.items()})
+        failures = [*refused.values()]
+        return self._raised(to_one_exception(failures), [first + i for i in refused]) if failures else None
 
     def _fields(self) -> ReplicaFields:
         collector = self._started()

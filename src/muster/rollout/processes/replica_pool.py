@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muster.backends.process import ENV_PRELOADS
 from muster.errors import SpecMismatch
-from muster.hosts.requests import Call, SetAttr, with_attribute
+from muster.hosts.requests import Call, KeptAttributes, SetAttr
 from muster.pool.closing import CloseLimits, close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.launcher_client import standard_fds
@@ -70,10 +70,10 @@ class ReplicaPool:
 
     sync: a batch is of all envs; once `threshold` (a number) of the collectors are done, the others stop. Otherwise a
     batch is of one collector's envs, and each collector begins its next batch before its last one is returned.
-    weights_fd: the file of the weights that replicas follow; stays the owner's.
+    weights_fd: the file of the weights that replicas follow; stays the owner's.  attributes: empty, see `Fates`.
     """
 
-    def __init__(self, plan: PoolPlan, weights_fd: int) -> None:
+    def __init__(self, plan: PoolPlan, weights_fd: int, attributes: KeptAttributes) -> None:
         self._plans, self._nouns, self._limit = plan.plans, plan.nouns, plan.limit
         self._sync, self._threshold, self._close_limits = plan.sync, plan.threshold, plan.close_limits
         self._collectors = range(len(plan.plans))
@@ -84,7 +84,7 @@ class ReplicaPool:
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
         self._is_cut_short = False  # whether an error or Ctrl-C in a question has left batches under way
-        self._fates = Fates(plan.plans, plan.nouns, plan.max_restarts)
+        self._fates = Fates(plan.plans, plan.nouns, plan.max_restarts, attributes)
         with naming_limits("the collectors could not start"), standard_fds():
             self._batch_memory = BatchMemory()
         self._pool = Pool(
@@ -139,15 +139,20 @@ class ReplicaPool:
         """The results of the envs of each collector, pickled. words: what it does meanwhile."""
         return self._ask_all(request, words)
 
-    def set_attr(self, name: str, requests: Mapping[int, SetAttr]) -> None:
-        """Sets an attribute of all envs, and again in those that are built again. requests: one for each collector."""
-        before = self._fates.attributes
-        now = [with_attribute(before[k], name, request) for k, request in requests.items()]
-        self._fates.attributes = now  # first: a replica may die meanwhile
-        answers = self._ask(requests, f"answering set_attr({name!r})")
-        refused = {k: answer for k, answer in answers.items() if isinstance(answer, Raised)}
-        self._fates.attributes = [before[k] if k in refused else now[k] for k in self._collectors]
-        self._raise_first(refused)
+    def set_attr(self, name: str, values: Mapping[int, Any], requests: Mapping[int, SetAttr]) -> None:
+        """Sets an attribute of all envs, and again in those that are built again.
+
+        values: by env.  requests: with the values, one for each collector.
+        """
+        raised: dict[int, Raised] = {}
+
+        def act() -> dict[int, Raised]:
+            answers = self._ask(requests, f"answering set_attr({name!r})").items()
+            raised.update({k: answer for k, answer in answers if isinstance(answer, Raised)})
+            return {env: one for k, one in raised.items() for env in one.refused or self._plans[k].envs}
+
+        self._fates.attributes.set(name, values, act)
+        self._raise_first(raised)
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
         """One env's observation and action spaces."""

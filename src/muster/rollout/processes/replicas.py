@@ -9,6 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from muster.backends.process import with_hints
 from muster.errors import ClosedError, SpecMismatch
 from muster.hosts.recipe_plans import Recipes, plans_of
-from muster.hosts.requests import Call, Packed, SetAttr, opened, packed
+from muster.hosts.requests import Call, KeptAttributes, SetAttr, opened, packed
 from muster.pickling import named_arguments
 from muster.pool.launcher_client import standard_fds
 from muster.pool.place import Limit
@@ -60,12 +61,14 @@ class Replicas:
         self._firsts = split_evenly(len(recipes), options.num_workers)
         self._policy, self._seed, self._call_words = policy, seed, recipes[0].call
         self._count, self._forks = options.num_workers, options.context == "fork"
+        self._packed = pack = partial(packed, call=self._call_words, forked=self._forks)
         self._updating = threading.Lock()
         plan = self._planned(recipes, policy_factory, sync, threshold, collector_options, options)
         with naming_limits("the collectors could not start"), standard_fds():
             self._weights_fd = memfd("weights")
         weakref.finalize(self, os.close, self._weights_fd)
-        self._pool = ReplicaPool(plan, self._weights_fd)
+        kept = KeptAttributes(len(recipes), lambda value, name: pack(value, {name: value}))
+        self._pool = ReplicaPool(plan, self._weights_fd, kept)
         try:
             with naming_limits("the collectors could not start"), self._rebuilding():
                 self._begin()
@@ -190,13 +193,13 @@ class Replicas:
             answers = self._pool.call(Call(self._packed((name, args, kwargs), parts)), words)
         return tuple(itertools.chain.from_iterable(map(opened, answers)))
 
-    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
         requests = {}
         for k, (first, last) in enumerate(itertools.pairwise(self._firsts)):
-            parts = {f"values[{env}]": values[env] for env in range(first, last)}
-            requests[k] = SetAttr(self._packed((name, list(values[first:last])), parts))
+            own = {env: values[env] for env in range(first, last)}
+            requests[k] = SetAttr(self._packed((name, own), {f"values[{env}]": value for env, value in own.items()}))
         with self._rebuilding():
-            self._pool.set_attr(name, requests)
+            self._pool.set_attr(name, values, requests)
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
         with self._rebuilding():
@@ -207,9 +210,6 @@ class Replicas:
 
     def close(self) -> None:
         self._pool.close()
-
-    def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
-        return packed(value, parts, self._call_words, forked=self._forks)
 
     def _seeds(self, round_number: int) -> list[int | None]:
         """One for each collector."""
