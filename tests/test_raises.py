@@ -36,6 +36,10 @@ EXCEPTED: dict[str, tuple[set[str], str]] = {
         {"LauncherLost", "OSError"},
         "stays in the folder: another launcher is started, or the error names its limit",
     ),
+    "rollout/processes/fates.py": (
+        {"ReplicaFailed"},
+        "stays in the folder: the learner's side raises the user's error in its place",
+    ),
     "training/run_folder.py": ({"OSError"}, "the system's, with the file that it lacks"),
     "training/stopping.py": ({"KeyboardInterrupt"}, "what Python's own handler raises for Ctrl-C"),
     "vector/side_by_side.py": ({"_NotKnown"}, "stays in the file: the outcome says what is not known"),

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -310,6 +311,10 @@ def be_noisy(_: Echo) -> None:
 def start_nameless(_: Echo) -> int:
     """Starts a process with a group of its own and an empty environment; returns its pid."""
     return subprocess.Popen(["/bin/sleep", "1000"], env={}, process_group=0).pid
+
+
+def arguments(_: Echo) -> list[str]:
+    return sys.argv
 
 
 def parent_pid(_: Echo) -> int:

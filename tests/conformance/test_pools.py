@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
@@ -35,7 +36,7 @@ from muster.pool.messages import (
 )
 from muster.pool.place import Plan
 from muster.pool.pool import Pool
-from muster.pool.set_up import Processes
+from muster.pool.set_up import Processes, SetUp
 from muster.pool.worker import Resident, serve
 from processes import is_alive
 
@@ -164,6 +165,13 @@ def test_a_launcher_that_is_kept_starts_the_next_pools_workers_and_ends_with_the
         for thread in threads:
             thread.join()
     assert len(parents) == 1
+
+
+def test_workers_are_set_up_as_the_process_was_that_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--fast"])
+    processes = Processes("forkserver", 60.0, preloads=MINE, set_up=SetUp.of_this_process())
+    monkeypatch.setattr(sys, "argv", ["host.py"])
+    assert asked(processes, residents.arguments) == ["train.py", "--fast"]
 
 
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])

@@ -1,14 +1,18 @@
-"""Batches, and parts of them, that are kept."""
+"""Batches, and parts of them, that are kept; and the memory of big arguments."""
 
+import functools
 import gc
 import os
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
+from torch import nn
 
 import muster
+from muster.pool.resources import private_bytes
 
 
 class Clock(gym.Env):
@@ -38,6 +42,7 @@ def test_parts_of_batches_stay_as_they_are_and_hold_no_file_open(sync):
         batches = iter(collector)
         kept = [next(batches)]
         copies = [kept[0].clone()]
+        gc.collect()  # what errors of earlier tests still hold
         before = len(os.listdir("/proc/self/fd"))
         for i, batch in enumerate(batches):
             kept.append(parts[i % len(parts)](batch))
@@ -65,13 +70,13 @@ def test_a_forked_child_keeps_the_batch_that_it_was_forked_with(sync):
             finally:
                 os._exit(0)
         del batch
-        size = os.fstat(collector._collectors._batch_memory.fd).st_size
+        size = os.fstat(collector._collectors._pool._batch_memory.fd).st_size
         for _ in range(10):
             collector.rollout()
         os.write(asks[1], b"x")
         assert os.read(answers[0], 100) == b"same"
         os.waitpid(child, 0)
-        assert os.fstat(collector._collectors._batch_memory.fd).st_size <= size + 2 * 4096
+        assert os.fstat(collector._collectors._pool._batch_memory.fd).st_size <= size + 2 * 4096
     for fd in (*asks, *answers):
         os.close(fd)
 
@@ -81,10 +86,40 @@ def test_memory_of_dropped_batches_is_used_again():
     with muster.MultiCollector(Clock, **options) as collector:
         for _ in range(20):
             collector.rollout()
-        size = os.fstat(collector._collectors._batch_memory.fd).st_size
+        size = os.fstat(collector._collectors._pool._batch_memory.fd).st_size
         for _ in range(20):
             collector.rollout()
-        assert os.fstat(collector._collectors._batch_memory.fd).st_size == size
+        assert os.fstat(collector._collectors._pool._batch_memory.fd).st_size == size
+
+
+class Tabled(nn.Module):
+    def __init__(self, table, size=0):
+        super().__init__()
+        self.table, self.weight = table, nn.Parameter(torch.ones(size, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, obs):
+        return torch.full((len(obs),), int(self.table[-1]))
+
+
+class Spoiling(Clock):
+    def __init__(self, table):
+        self.table = table
+
+    def step(self, action):
+        self.table[-1] = 0
+        return super().step(action)
+
+
+@pytest.mark.parametrize("how", ["policy", "policy_factory"])
+def test_collectors_hold_big_arguments_once_for_all(how):
+    table = np.ones(64 << 20, np.uint8)
+    # Weights are each collector's own: once, without the pickle in which they came.
+    policy = Tabled(table, table.size) if how == "policy" else functools.partial(Tabled, table)
+    options = {"num_collectors": 2, "num_envs": 4, "frames_per_batch": 16, how: policy}
+    with muster.MultiCollector(Spoiling, make_vec_options={"env_kwargs": {"table": table}}, **options) as collector:
+        assert (collector.rollout()["action"] == 1).all()  # what an env does to its table is none of the policy's
+        held = [private_bytes(worker["pid"]) for worker in collector.stats()["collectors"]["workers"]]
+    assert max(held) < (96 if how == "policy" else 32) << 20
 
 
 def test_big_arguments_hold_no_file_open_in_workers():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from torch import nn
 from muster.errors import ClosedError, EnvError, SpecMismatch, UsageError, WorkerDied
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
+from muster.rollout.processes.fates import ReplicaFailed
 from muster.rollout.storage import Storage
 from slow import slow
 
@@ -71,6 +73,17 @@ def test_after_an_error_all_envs_begin_new_episodes(sync):
             while collector.rollout().batch_size:
                 pass
         assert begins_afresh(collector.rollout())
+
+
+def test_what_a_replica_raises_leaves_the_pool_as_data_that_travels():
+    envs = [functools.partial(CountingEnv, length=99), functools.partial(FailingEnv, length=99)]
+    with MultiCollector(envs, Constant(), frames_per_batch=14) as collector:
+        with pytest.raises(ReplicaFailed) as caught:
+            collector._collectors._pool.collect()
+        error = pickle.loads(pickle.dumps(caught.value)).error()
+    assert (type(error), error.env_index, error.worker_index) == (EnvError, 1, 1)
+    assert "the motor is stuck" in str(error) == str(caught.value)
+    assert any(note.startswith("In the collector's process:\nTraceback") for note in error.__notes__)
 
 
 @pytest.mark.parametrize("sync", [True, *slow(False)])

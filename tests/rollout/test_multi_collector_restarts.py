@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 import warnings
 
 import gymnasium as gym
@@ -246,6 +247,28 @@ def test_a_value_reaches_the_envs_of_a_replica_that_dies_before_or_while_it_is_s
         with pytest.warns(RuntimeWarning, match=r"collector 0 \(envs 0 to 1\) was replaced"):
             collector.rollout()
         assert collector.get_attr("goal") == (1.0, 2.0, 3.0, 4.0)
+
+
+class Halting(CountingEnv):
+    """Hangs in its third step."""
+
+    def step(self, action):
+        if self.count == 2:
+            threading.Event().wait()
+        return super().step(action)
+
+
+def test_a_replaced_collector_is_warned_of_with_the_batch_that_it_has_cost():
+    envs, options = functools.partial(Halting, length=9), {"num_collectors": 1, "frames_per_batch": 2, "sync": False}
+    with Restarting(envs, zeros_policy, **options) as collector:
+        collector.rollout()  # its collector is in the next one already
+        (worker,) = collector.stats()["collectors"]["workers"]
+        os.kill(worker["pid"], signal.SIGKILL)
+        assert collector.get_attr("length") == (9,)  # which waits for that one; filters make errors of warnings
+        with pytest.warns(RuntimeWarning, match=r"collector 0 \(env 0\) was replaced.*killed by SIGKILL") as told:
+            batch = collector.rollout()
+    assert not batch["collector", "mask"].any()
+    assert [one.filename for one in told] == [__file__]
 
 
 def refuse_second(env, index):

@@ -59,6 +59,15 @@ def test_workers_read_the_same_memory_and_write_to_their_own(context):
         assert [total for total, *_ in envs.call("sums")] == [112 * MEGABYTE, 112 * MEGABYTE, *[16 * MEGABYTE] * 2]
 
 
+def test_an_array_that_a_worker_gets_twice_is_two_in_it():
+    big, fd = np.ones(MEGABYTE, np.uint8), memfd("test")
+    big_arrays = BigArrays(fd, [[pickle.PickleBuffer(big)] * 2])
+    first, second = (np.frombuffer(one, np.uint8) for one in map_big_arrays(fd, big_arrays.places[0]))
+    first[:] = 7
+    assert (first.sum(), second.sum()) == (7 * MEGABYTE, MEGABYTE)
+    os.close(fd)
+
+
 def test_a_replaced_worker_gets_them_as_they_were_at_first():
     with muster.make_vec(
         Keeper, 2, num_workers=2, env_kwargs={"big": np.ones(2 * MEGABYTE, np.uint8)}, on_failure="restart"

@@ -135,7 +135,7 @@ class Pool(BasePool[Place]):
             dataclasses.replace(around, environ=changed(environ, changes))
             for changes in changes_of(options.worker_env, len(self.plans))
         ]
-        set_up = None if forks else SetUp.of_this_process(options.init)
+        set_up = None if forks else options.set_up or SetUp.of_this_process(options.init)
         pickles = [b"" if forks else dumps(plan.content) for plan in self.plans]
         began = watched_s()
         with Uninterrupted(), standard_fds():

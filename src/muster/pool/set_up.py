@@ -69,6 +69,7 @@ class Processes:
     worker_env: changes to the environment of the workers.  init: what each worker does before it unpacks its plan.
     preloads: modules that a launcher imports before it forks workers.  hash_seed: PYTHONHASHSEED, not under fork.
     are_apart: whether each worker leads a session, which ends with it, and nobody gets what the workers print and log.
+    set_up: what each worker sets up before that, not under fork; None for that of the process that starts them.
     """
 
     context: str
@@ -79,6 +80,7 @@ class Processes:
     preloads: tuple[str, ...] = ()
     hash_seed: int | None = None
     are_apart: bool = False
+    set_up: SetUp | None = None
 
 
 def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:

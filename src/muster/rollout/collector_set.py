@@ -9,17 +9,21 @@ from typing import Any, NamedTuple
 from muster.pool.closing import CloseLimits, limits_of
 from muster.pool.deaths import Nouns
 from muster.pool.environment import Changes
-from muster.pool.set_up import Processes, WorkerInit, choose_init
+from muster.pool.set_up import Processes, SetUp, WorkerInit, choose_init
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage
 
 
 class Filled(NamedTuple):
-    """A complete storage.  first_env: its first env's index among all.  versions: int64 ``[n]``, of weights, by env."""
+    """A complete storage.  first_env: its first env's index among all.  versions: int64 ``[n]``, of weights, by env.
+
+    notes: what the user is to be warned of, such as a collector that was replaced.
+    """
 
     storage: Storage
     first_env: int
     versions: Array
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,15 @@ class CollectorOptions:
 
     def processes(self, preloads: tuple[str, ...]) -> Processes:
         """How the collectors' processes start. preloads: of the launcher, whose imports `worker_env` cannot reach."""
+        init = choose_init(self.worker_init, starts_fresh=self.context != "fork")
         return Processes(
             "forkserver" if self.context == "auto" else self.context,
             self.start_timeout,
             self.threads_per_worker,
             self.worker_env,
-            choose_init(self.worker_init, starts_fresh=self.context != "fork"),
+            init,
             () if any(self.worker_env) else preloads,
+            set_up=SetUp.of_this_process(init),
         )
 
     def close_limits(self, nouns: Nouns) -> CloseLimits:

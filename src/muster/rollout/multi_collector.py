@@ -28,7 +28,7 @@ from muster.rollout.batch_source import BatchSource
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
-from muster.rollout.processes.replica_pool import ReplicaPool
+from muster.rollout.processes.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
 from muster.vector.checks import values_of
@@ -152,7 +152,7 @@ class MultiCollector(BatchSource):
         require_shapes(self.policy)
         obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
         if obstacle is None:
-            return ReplicaPool(
+            return Replicas(
                 recipes,
                 self.policy,
                 policy_factory,
@@ -259,7 +259,9 @@ class MultiCollector(BatchSource):
         self._collectors.give_up()
 
     def _collect(self) -> TensorDict:
-        storage, first_env, versions = self._collectors.collect()
+        storage, first_env, versions, notes = self._collectors.collect()
+        for note in notes:
+            warnings.warn(note, RuntimeWarning, stacklevel=caller_stacklevel())
         self.frames += int(storage.mask.sum())
         batch = self._batch_over(storage, first_env)
         batch["collector", "policy_version"] = torch.from_numpy(versions).unsqueeze(1).repeat(1, storage.T)
@@ -386,7 +388,7 @@ class StayingCollector:
         self._collector.shutdown()
 
 
-CollectorSet = ReplicaPool | StayingCollector
+CollectorSet = Replicas | StayingCollector
 """Collectors that share all envs, with a policy that each of them has, or that acts for all.
 
 A set is made for batches of all envs, or for batches of the one collector that is ready first. Where the policy is a

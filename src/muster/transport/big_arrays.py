@@ -70,14 +70,24 @@ class BigArrays:
 
 
 def map_big_arrays(fd: int, places: Sequence[Place]) -> list[memoryview]:
-    """Maps a worker's buffers; returns them in the order of their places."""
+    """Maps a worker's buffers; returns them in the order of their places.
+
+    Two at one place are memory of their own each: what an env writes into its array is none of a policy's.
+    """
     if not places:
         return []
     start = min(offset for offset, _, _ in places)
     end = max(offset + size for offset, size, _ in places)
     memory = map_fd(fd=fd, size=end - start, offset=start, is_private=True).data
-    views = [(memory[offset - start : offset - start + size], readonly) for offset, size, readonly in places]
-    return [view.toreadonly() if readonly else view for view, readonly in views]
+    views, seen = [], set[Place]()
+    for place in places:
+        offset, size, readonly = place
+        view = memory[offset - start : offset - start + size]
+        if place in seen:
+            view = map_fd(fd=fd, size=size, offset=offset, is_private=True).data
+        views.append(view.toreadonly() if readonly else view)
+        seen.add(place)
+    return views
 
 
 def memfd(name: str) -> int:

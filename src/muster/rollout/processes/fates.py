@@ -1,4 +1,4 @@
-"""What becomes of the replicas in a pool: who comes after one, what they are doing, and the errors they end with."""
+"""What becomes of the replicas in a pool: who comes after one, what they are doing, and what they end with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from muster.errors import CollectorError, MusterError
+from muster.errors import CollectorError, MusterError, WorkerName
 from muster.hosts.requests import KeptAttributes, SetAgain
 from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed
@@ -15,6 +15,31 @@ from muster.pool.place import Budget, Plan
 from muster.pool.verbs import Hooks, Successor
 from muster.rollout.fields import Array
 from muster.rollout.processes.replica import COUNTS, Begin
+
+
+class ReplicaFailed(Exception):
+    """What a replica has raised, until the learner's side makes the user's error of it.
+
+    name: of the collector.  is_final: restarting the replica's envs did not help.
+    """
+
+    def __init__(self, name: WorkerName, failed: Failed, is_final: bool = False) -> None:
+        super().__init__(name, failed, is_final)
+        self._name, self._failed, self._is_final = name, failed, is_final
+
+    def __str__(self) -> str:
+        return str(self.error())
+
+    def error(self) -> BaseException:
+        """The user's error."""
+        failed, error = self._failed, self._failed.original()
+        if self._is_final and error is not None:
+            return error
+        if not isinstance(error, MusterError):
+            about = f"\n{failed.about}" if failed.about else ""
+            error = CollectorError(self._name, f"{failed.type_name}: {failed.message}{about}")
+        error.add_note(f"In the collector's process:\n{failed.traceback.rstrip()}")
+        return error
 
 
 class Fates(Hooks):
@@ -61,13 +86,8 @@ class Fates(Hooks):
     def on_lost(self, place: int, reason: str) -> Successor | None:
         return self.successor(place, reason) if self.restarts else None
 
-    def raised(self, place: int, failed: Failed) -> BaseException:
-        error = failed.original()
-        if not isinstance(error, MusterError):
-            about = f"\n{failed.about}" if failed.about else ""
-            error = CollectorError(self._nouns.name(place), f"{failed.type_name}: {failed.message}{about}")
-        error.add_note(f"In the collector's process:\n{failed.traceback.rstrip()}")
-        return error
+    def raised(self, place: int, failed: Failed, is_final: bool = False) -> ReplicaFailed:
+        return ReplicaFailed(self._nouns.name(place), failed, is_final)
 
     def doing(self, place: int) -> str:
         words, since = self.asked.get(place, ("waiting for the caller", None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from muster.introspection import module_name, type_name
 from muster.nn.marks import UncopyableMark, marked_parts, own_mark
 from muster.pickling.culprits import culprits_in
 from muster.pickling.functools_pickling import Pickler
-from muster.pickling.probe import attempt
+from muster.pickling.probe import attempt, takes
 from muster.pickling.travel import dumps
 from muster.pickling.walk import Walk
 from muster.rollout.weights import module_of
@@ -120,18 +121,24 @@ def obstacle_to(policy: Any) -> Obstacle | None:
     return Obstacle("policy", type_name(policy), f"it cannot be pickled: {outcome.error}")
 
 
-def pack_policy(policy: Any) -> bytes:
-    """Bytes of `policy`; what `rebuild_with` covers goes as its factory. `obstacle_to` must find nothing in it."""
+def pack_policy(policy: Any, big: list[pickle.PickleBuffer] | None = None) -> bytes:
+    """Bytes of `policy`; what `rebuild_with` covers goes as its factory. `obstacle_to` must find nothing in it.
+
+    big: receives the memory of big arrays, which is then no part of the bytes.
+    """
     file = io.BytesIO()
-    _Packer(file, protocol=5).dump(policy)
+    _Packer(file, protocol=5, buffer_callback=None if big is None else lambda one: not takes(one, big)).dump(policy)
     return file.getvalue()
 
 
-def pack_factory(factory: Callable[[], Any], start_method: str) -> bytes:
-    """Bytes of `factory`. Raises CannotTravel, which says what in it is to be built by the factory itself."""
+def pack_factory(factory: Callable[[], Any], start_method: str, big: list[pickle.PickleBuffer] | None = None) -> bytes:
+    """Bytes of `factory`. big: see `pack_policy`.
+
+    Raises CannotTravel, which says what in it is to be built by the factory itself.
+    """
     parts = {"policy_factory": factory}
     try:
-        return dumps(factory, parts, start_method=start_method)
+        return dumps(factory, parts, start_method=start_method, big=big)
     except CannotTravel as error:
         found = [c for c in culprits_in(parts, limit_s=_DIAGNOSIS_S) if c.severity == "blocks"]
         if not found:

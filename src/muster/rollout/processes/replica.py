@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from muster.errors import CannotTravel, EnvError
 from muster.hosts.failures import not_sent_there, to_one_exception
 from muster.hosts.recipe_plans import RecipeResident, Recipes
 from muster.hosts.requests import Call, SetAgain, SetAttr
+from muster.pickling.main_module import Init
 from muster.pool.messages import Failed, Message
 from muster.pool.resources import own_memory_bytes
 from muster.pool.worker import Here
@@ -32,12 +33,17 @@ from muster.vector.assemble import serial_vec
 COUNTS = ("env_steps", "resets", "restarts")
 
 
+PackedPolicy = Sequence[Any] | int
+"""A policy's pickle, and its big buffers; empty for random actions. In a plan that is sent, the number of both: they
+are the last among the plan's big ones."""
+
+
 @dataclass(frozen=True)
 class ReplicaPlan:
     """The plan of one replica.
 
     recipes: those of its envs.  first_env: index of its first env among all.
-    policy: packed; None for random actions.  policy_is_factory: `policy` is a factory, to be called for the policy.
+    policy_is_factory: `policy` is a factory, to be called for the policy.
     part: the replica's own part of a batch's envs.  batch_envs: number of envs in a batch.
     max_restarts: of envs that raise, see `serial_vec`.
     options: for `Collector`.
@@ -45,7 +51,7 @@ class ReplicaPlan:
 
     recipes: Recipes
     first_env: int
-    policy: bytes | None
+    policy: PackedPolicy
     policy_is_factory: bool
     part: tuple[int, int]
     batch_envs: int
@@ -151,18 +157,24 @@ class Replica(RecipeResident):
     caller may replace the replica.
     """
 
+    @classmethod
+    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> Any:
+        plan = super().unpack(data, here, initialise)
+        return replace(plan, policy=here.big_arrays[len(here.big_arrays) - plan.policy :])
+
     def __init__(self, plan: ReplicaPlan, here: Here) -> None:
         # A forked process has none of the threads that torch's pool expects, and would wait for them forever. The
         # worker sets the number that the user asked for once everything is built.
         torch.set_num_threads(1)
         assert not isinstance(plan.recipes, bytes)
+        assert not isinstance(plan.policy, int)
         self._plan, self._here = plan, here
         before_bytes = own_memory_bytes() if here.is_judged else 0
         envs = range(plan.first_env, plan.first_env + len(plan.recipes))
         nouns = collector_nouns([envs], first_worker=here.info.worker_index)
         self._envs = serial_vec(plan.recipes, here.info, max_restarts=plan.max_restarts, nouns=nouns)
         try:
-            policy: Any = None if plan.policy is None else pickle.loads(plan.policy)
+            policy: Any = pickle.loads(plan.policy[0], buffers=plan.policy[1:]) if plan.policy else None
             self._policy = policy() if plan.policy_is_factory else policy
         except BaseException:
             self._envs.close()

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import bisect
-import contextlib
-import itertools
-import os
-import threading
 import time
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from gymnasium import Space
 from torch import Tensor
 
-from muster.backends.process import ENV_PRELOADS, with_hints
-from muster.errors import ClosedError, SpecMismatch
-from muster.hosts.recipe_plans import Recipes, plans_of
-from muster.hosts.requests import Call, KeptAttributes, SetAttr, opened, packed
-from muster.introspection import caller_stacklevel
-from muster.pickling import named_arguments
-from muster.pool.closing import close_abandoned
+from muster.backends.process import ENV_PRELOADS
+from muster.errors import SpecMismatch
+from muster.hosts.requests import Call, KeptAttributes, SetAttr
+from muster.pool.closing import CloseLimits, close_abandoned
+from muster.pool.deaths import Nouns
 from muster.pool.launcher_client import standard_fds
 from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, figures, naming_limits, usable_cores
+from muster.pool.set_up import Processes
 from muster.pool.verbs import Answered, Lost
-from muster.recipes.recipe import Recipe
-from muster.rollout.beside_weights import BesideWeights
-from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
+from muster.rollout.collector_set import Filled
 from muster.rollout.processes.batch_memory import BatchMemory, Block, own, stop_flag
-from muster.rollout.processes.fates import Fates
-from muster.rollout.processes.policy_travel import pack_factory, pack_policy
+from muster.rollout.processes.fates import Fates, ReplicaFailed
 from muster.rollout.processes.replica import (
     COUNTS,
     AskFields,
@@ -47,211 +37,125 @@ from muster.rollout.processes.replica import (
     Collect,
     Collected,
     Raised,
-    ReplicaPlan,
 )
-from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
+from muster.rollout.processes.shared_weights import WeightShapes
 from muster.rollout.storage import Final, Loss, Storage
-from muster.rollout.weights import Copies, module_of, named_weights, weights_to_send
-from muster.transport.big_arrays import memfd
-from muster.transport.slab import split_evenly
 
-# The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
-_REPLICAS = 3
-_PRELOADS = (*ENV_PRELOADS, "muster.rollout.processes.replica")
+# What launchers import for collectors.
+PRELOADS = (*ENV_PRELOADS, "muster.rollout.processes.replica")
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """What a `ReplicaPool` runs. plans: one for each collector; their contents are `ReplicaPlan`s.
+
+    limit: of each answer.  max_restarts: of a collector; None where failures are raised.  sync, threshold: as below.
+    """
+
+    plans: Sequence[Plan]
+    processes: Processes
+    nouns: Nouns
+    limit: Limit | None
+    close_limits: CloseLimits
+    max_restarts: int | None
+    sync: bool
+    threshold: float
 
 
 class ReplicaPool:
-    """A `CollectorSet` of replicas of a policy with shares of envs, in processes of their own.
+    """Replicas of a policy with shares of envs, in processes of their own.
 
-    With ``on_failure="restart"`` an env that raises is replaced in its replica. A replica that dies, or whose policy
-    raises, is replaced with all its envs: its part of the current batch is lost, and a warning says why.
+    With `max_restarts` an env that raises is replaced in its replica. A replica that dies, or whose policy raises, is
+    replaced with all its envs: its part of the current batch is lost, and the batch's notes say why.
 
-    sync: a batch is of all envs; once `threshold` (a share) of the collectors is done, the others stop. Otherwise a
+    sync: a batch is of all envs; once `threshold` (a number) of the collectors are done, the others stop. Otherwise a
     batch is of one collector's envs, and each collector begins its next batch before its last one is returned.
+    weights_fd: the file of the weights that replicas follow; stays the owner's.  attributes: empty, see `Fates`.
     """
 
-    def __init__(
-        self,
-        recipes: Sequence[Recipe],
-        policy: Any,
-        policy_factory: Callable[[], Any] | None,
-        *,
-        sync: bool,
-        threshold: float,
-        seed: int | None,
-        collector_options: Mapping[str, Any],
-        options: CollectorOptions,
-    ) -> None:
-        self._firsts = split_evenly(len(recipes), options.num_workers)
-        self._collectors = range(options.num_workers)
-        self._policy, self._call_words = policy, recipes[0].call
-        self._sync, self._seed = sync, seed
-        self._threshold = threshold * options.num_workers
-        self._updating = threading.Lock()
+    def __init__(self, plan: PoolPlan, weights_fd: int, attributes: KeptAttributes) -> None:
+        self._plans, self._nouns, self._limit = plan.plans, plan.nouns, plan.limit
+        self._sync, self._threshold, self._close_limits = plan.sync, plan.threshold, plan.close_limits
+        self._collectors = range(len(plan.plans))
         self._filling: dict[int, Block] = {}  # by collector, the block that it is filling
         # Frames returned so far, by collector. They are counted here, so that they outlive a process that dies.
-        self._frames = [0] * options.num_workers
-        self._waiting = [1.0] * options.num_workers  # shares of their time
+        self._frames = [0] * len(plan.plans)
+        self._waiting = [1.0] * len(plan.plans)  # shares of their time
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
         self._is_cut_short = False  # whether an error or Ctrl-C in a question has left batches under way
-        nouns = collector_nouns([range(*ends) for ends in itertools.pairwise(self._firsts)])
-        self._nouns = with_hints(nouns, self._call_words, len(recipes), options.num_workers)
-        self._processes, self._close_limits = options.processes(_PRELOADS), options.close_limits(nouns)
-        self._plans = self._planned(recipes, policy_factory, collector_options, options)
-        self._packed = pack = partial(packed, call=self._call_words, forked=self._processes.context == "fork")
-        kept = KeptAttributes(len(recipes), lambda value, name: pack(value, {name: value}))
-        self._fates = Fates(self._plans, self._nouns, options.restarts, kept)
+        self._fates = Fates(plan.plans, plan.nouns, plan.max_restarts, attributes)
         with naming_limits("the collectors could not start"), standard_fds():
             self._batch_memory = BatchMemory()
-            self._weights_fd = memfd("weights")
-        weakref.finalize(self, os.close, self._weights_fd)
-        files = {"batches": self._batch_memory.fd, "weights": self._weights_fd}
         self._pool = Pool(
-            *("muster.rollout.processes.replica:Replica", self._plans, self._processes, self._fates),
-            files=files,
-            nouns=self._nouns,
+            *("muster.rollout.processes.replica:Replica", plan.plans, plan.processes, self._fates),
+            files={"batches": self._batch_memory.fd, "weights": weights_fd},
+            nouns=plan.nouns,
         )
         weakref.finalize(self, close_abandoned, self._pool.close)
-        step_timeout = options.step_timeout
-        self._limit = None if step_timeout is None else Limit(step_timeout, f"{nouns.step_timeout}={step_timeout}")
-        try:
-            with naming_limits("the collectors could not start"):
-                self._begin()
-        except BaseException:
-            self.close()
-            raise
 
-    def _planned(
-        self,
-        recipes: Sequence[Recipe],
-        policy_factory: Callable[[], Any] | None,
-        collector_options: Mapping[str, Any],
-        options: CollectorOptions,
-    ) -> list[Plan]:
-        """One plan for each collector. Raises CannotTravel, and what `check_forkable` raises."""
-        if policy_factory is not None:
-            policy: bytes | None = pack_factory(policy_factory, self._processes.context)
-        else:
-            policy = None if self._policy is None else pack_policy(self._policy)
-
-        def content(own: Recipes, envs: range) -> ReplicaPlan:
-            batch_envs = len(recipes) if self._sync else len(envs)
-            T = -(-collector_options["frames_per_batch"] // batch_envs)
-            return ReplicaPlan(
-                own,
-                envs.start,
-                policy,
-                policy_is_factory=policy_factory is not None,
-                part=(envs.start, envs.stop) if self._sync else (0, len(envs)),
-                batch_envs=batch_envs,
-                max_restarts=options.restarts,
-                options={
-                    **collector_options,
-                    "frames_per_batch": T * len(envs),
-                    "init_random_frames": -(-collector_options["init_random_frames"] // len(self._collectors)),
-                },
-            )
-
-        return plans_of(recipes, self._firsts, self._processes, content)
-
-    # ---- starting
-
-    def _begin(self) -> None:
+    def start(self, seeds: Sequence[int | None]) -> None:
+        """Starts all, and begins their first episodes. seeds: one for each collector. Raises SpecMismatch."""
         count = len(self._collectors)
         judge = MemoryPlan(count, count, "error", min(usable_cores(), count)).accepts
-        with self._translating():
-            self._pool.start(judge if count > 1 else None)
+        self._pool.start(judge if count > 1 else None)
+        for plan in self._plans:
+            plan.big.clear()  # the pool has stored them
         if not self._fates.restarts:
             self._pool.never_replaces()
-        self.reset(0)
+        self.reset(seeds)
         first, *others = self._ask_all(AskFields())
         for k, fields in enumerate(others, 1):
             if fields != first:
                 raise SpecMismatch(f"collector {k} has {fields}, but collector 0 {first}; all must be alike")
         self._layouts = [plan.content.layout(first) for plan in self._plans]
-        weights = named_weights(self._policy)
-        if not weights:
-            # Factories may draw different weights in each process; all collectors take those of the first.
-            weights = self._ask_all(AskWeights())[0]
-        expected = shapes_of(weights)
-        for k, built in enumerate(self._ask_all(AskShapes())):
-            _require_same(k, expected, built)
-        self._weights = SharedWeights(weights, self._weights_fd)
-        self._weights.write(weights)
-        self._beside = BesideWeights(self._policy)
-
-    # ---- weights
-
-    @property
-    def version(self) -> int:
-        return self._weights.version
-
-    def update_weights(self, weights: Any) -> None:
-        with self._updating:
-            self._publish(*weights_to_send(self._policy, weights))
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the policy, under ``policy``: the module's, or copies of the weights published last, if any."""
-        module = module_of(self._policy)
-        weights = self._weights.read() if module is None else module.state_dict()
-        return {} if module is None and not weights else {"policy": weights}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "policy" not in state:
-            return
-        weights = state["policy"]
-        with self._updating:
-            if (module := module_of(self._policy)) is not None:
-                module.load_state_dict(weights)
-                weights = named_weights(module)
-            if weights:
-                self._publish(weights)
-
-    def _publish(self, weights: Mapping[str, Tensor], copies: Copies = ()) -> None:
-        if missing := sorted(self._weights.names - weights.keys()):
-            raise SpecMismatch(f"the weights are not the replicas': missing {missing[:5]}")
-        self._weights.write(weights, self._beside.changes(), copies)
 
     # ---- questions between batches
 
-    def reset(self, round_number: int, frames: int = 0) -> None:
+    def weights(self) -> dict[str, Tensor]:
+        """The weights with which the first replica was built, by name."""
+        built: dict[str, Tensor] = self._ask_all(AskWeights())[0]
+        return built
+
+    def shapes(self) -> list[WeightShapes]:
+        """The shapes and dtypes of the weights that each replica takes."""
+        return self._ask_all(AskShapes())
+
+    def reset(self, seeds: Sequence[int | None], frames: int = 0) -> None:
+        """Begins new episodes, and drops what is under way. seeds: one for each collector.
+
+        frames: number that all collectors together have collected before.
+        """
         self.give_up()
         self._afresh.clear()
-        count = len(self._collectors)
-        seeds: list[int | None] = [None] * count
-        if self._seed is not None:
-            sequence = np.random.SeedSequence(self._seed, spawn_key=(_REPLICAS, round_number))
-            seeds = [int(word) for word in sequence.generate_state(count)]
-        self._frames = [frames // count] * count
-        self._fates.seeds = seeds
-        with self._translating():
-            for k, answer in self._ask({k: Begin(seed) for k, seed in enumerate(seeds)}, "in reset").items():
-                if isinstance(answer, Raised):
-                    self._replace_or_raise(k, answer)
+        self._frames = [frames // len(self._collectors)] * len(self._collectors)
+        self._fates.seeds = [*seeds]
+        for k, answer in self._ask({k: Begin(seed) for k, seed in enumerate(seeds)}, "in reset").items():
+            if isinstance(answer, Raised):
+                self._replace_or_raise(k, answer)
         self._fates.reasons.clear()
 
-    def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        parts = {"the function": name} | named_arguments(args, kwargs)
-        words = f"answering call({name!r})" if isinstance(name, str) else "answering call()"
-        answers = self._ask_all(Call(self._packed((name, args, kwargs), parts)), words)
-        return tuple(itertools.chain.from_iterable(map(opened, answers)))
+    def call(self, request: Call, words: str) -> list[bytes]:
+        """The results of the envs of each collector, pickled. words: what it does meanwhile."""
+        return self._ask_all(request, words)
 
-    def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
-        requests = {}
-        for k, plan in enumerate(self._plans):
-            parts = {f"values[{env}]": values[env] for env in plan.envs}
-            requests[k] = SetAttr(self._packed((name, {env: values[env] for env in plan.envs}), parts))
+    def set_attr(self, name: str, values: Mapping[int, Any], requests: Mapping[int, SetAttr]) -> None:
+        """Sets an attribute of all envs, and again in those that are built again.
+
+        values: by env.  requests: with the values, one for each collector.
+        """
+        raised: dict[int, Raised] = {}
 
         def act() -> dict[int, Raised]:
             answers = self._ask(requests, f"answering set_attr({name!r})").items()
-            raised = {k: answer for k, answer in answers if isinstance(answer, Raised)}
+            raised.update({k: answer for k, answer in answers if isinstance(answer, Raised)})
             return {env: one for k, one in raised.items() for env in one.refused or self._plans[k].envs}
 
-        refused = self._fates.attributes.set(name, values, act)
-        self._raise_first({bisect.bisect(self._firsts, env) - 1: one for env, one in refused.items()})
+        self._fates.attributes.set(name, values, act)
+        self._raise_first(raised)
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
+        """One env's observation and action spaces."""
         found: tuple[Space[Any], Space[Any]] = self._ask_all(AskSpaces())[0]
         return found
 
@@ -298,11 +202,10 @@ class ReplicaPool:
             self._take_ready(len(self._filling))
             self._is_cut_short = False
         answers: dict[int, Any] = {}
-        with self._translating():
-            self._forget_interrupted(self._collectors)
-            self._send(questions, words)
-            while self._fates.asked:
-                answers |= {one.place: one.content if isinstance(one, Answered) else one for one in self._take(None)}
+        self._forget_interrupted(self._collectors)
+        self._send(questions, words)
+        while self._fates.asked:
+            answers |= {one.place: one.content if isinstance(one, Answered) else one for one in self._take(None)}
         return dict(sorted(answers.items()))
 
     # ---- collecting
@@ -316,11 +219,10 @@ class ReplicaPool:
         """Stops all collectors. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
         self._ready.clear()
         self._stop_filling()
-        with self._translating():
-            while self._fates.asked:
-                for one in self._take(None):
-                    if isinstance(one, Answered) and isinstance(one.content, Raised) and self._fates.restarts:
-                        self._replace_or_raise(one.place, one.content)
+        while self._fates.asked:
+            for one in self._take(None):
+                if isinstance(one, Answered) and isinstance(one.content, Raised) and self._fates.restarts:
+                    self._replace_or_raise(one.place, one.content)
         self._fates.reasons.clear()
         self._filling.clear()
         self._afresh.update(self._collectors)
@@ -334,17 +236,17 @@ class ReplicaPool:
         count = len(self._collectors)
         offset, block = self._batch_memory.take_block(self._layouts[0].block_bytes)
         storage = self._layouts[0].storage(block)
-        versions = np.zeros(storage.N, np.int64)
+        versions, notes = np.zeros(storage.N, np.int64), list[str]()
         self._order(dict.fromkeys(self._collectors, (offset, block)))
         while self._filling:
             enough = max(1, min(len(self._filling), int(np.ceil(self._threshold)) - (count - len(self._filling))))
             for k, _, collected in self._receive(enough):
-                part = slice(*self._firsts[k : k + 2])
-                versions[part] = self._finish(k, storage, part, collected)
+                part = slice(self._plans[k].envs.start, self._plans[k].envs.stop)
+                versions[part] = self._finish(k, storage, part, collected, notes)
             if count - len(self._filling) >= self._threshold:
                 stop_flag(block)[0] = 1
         own(block)
-        return Filled(storage, 0, versions)
+        return Filled(storage, 0, versions, notes)
 
     def _collect_first(self) -> Filled:
         while not self._ready:
@@ -356,10 +258,10 @@ class ReplicaPool:
 
     def _take_ready(self, min_collectors: int) -> None:
         for k, block, collected in self._receive(min_collectors):
-            storage = self._layouts[k].storage(block)
-            version = self._finish(k, storage, slice(0, storage.N), collected)
+            storage, notes = self._layouts[k].storage(block), list[str]()
+            version = self._finish(k, storage, slice(0, storage.N), collected, notes)
             own(block)
-            self._ready.append(Filled(storage, self._firsts[k], np.full(storage.N, version)))
+            self._ready.append(Filled(storage, self._plans[k].envs.start, np.full(storage.N, version), notes))
 
     def _order_idle(self) -> None:
         if idle := [k for k in self._collectors if k not in self._filling]:
@@ -369,12 +271,11 @@ class ReplicaPool:
         """Has collectors fill blocks of batch memory. blocks: by collector the offset, and the memory there."""
         for _, block in blocks.values():
             stop_flag(block)[0] = 0
-        with self._translating():
-            orders = {k: Collect(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()}
-            asked = {k: order for k, order in orders.items() if k not in self._fates.reasons}
-            self._forget_interrupted(blocks)
-            self._filling |= {k: block for k, (_, block) in blocks.items()}  # first: what has begun can be stopped
-            self._send(asked, "collecting", "about to collect")
+        orders = {k: Collect(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()}
+        asked = {k: order for k, order in orders.items() if k not in self._fates.reasons}
+        self._forget_interrupted(blocks)
+        self._filling |= {k: block for k, (_, block) in blocks.items()}  # first: what has begun can be stopped
+        self._send(asked, "collecting", "about to collect")
         self._afresh.difference_update(blocks)
 
     def _receive(self, min_collectors: int) -> list[tuple[int, Block, Collected | None]]:
@@ -385,35 +286,34 @@ class ReplicaPool:
         # Those that were lost while they had nothing to do were not asked.
         lost = [k for k in self._filling if k not in self._fates.asked]
         done: list[tuple[int, Block, Collected | None]] = [(k, self._filling.pop(k), None) for k in lost]
-        with self._translating():
-            for one in self._take(max(0, min_collectors - len(done))):
-                block = self._filling.pop(one.place)
-                content = one.content if isinstance(one, Answered) else None
-                if isinstance(content, Raised):
-                    self._replace_or_raise(one.place, content)
-                    content = None
-                elif content is not None:
-                    self._fates.counts[one.place], self._waiting[one.place] = content.counts, content.waiting
-                done.append((one.place, block, content))
+        for one in self._take(max(0, min_collectors - len(done))):
+            block = self._filling.pop(one.place)
+            content = one.content if isinstance(one, Answered) else None
+            if isinstance(content, Raised):
+                self._replace_or_raise(one.place, content)
+                content = None
+            elif content is not None:
+                self._fates.counts[one.place], self._waiting[one.place] = content.counts, content.waiting
+            done.append((one.place, block, content))
         return done
 
-    def _finish(self, collector: int, storage: Storage, part: slice, collected: Collected | None) -> int:
-        """Adds to the storage what the collector's process could not write into it; returns the weights' version."""
+    def _finish(
+        self, collector: int, storage: Storage, part: slice, collected: Collected | None, notes: list[str]
+    ) -> int:
+        """Adds to the storage what the collector's process could not write into it; returns the weights' version.
+
+        notes: receives what the user has to know of it.
+        """
+        name = self._nouns.name(collector)
         if collected is None:
             storage.blank(part)
-            warnings.warn(
-                f"{self._nouns.name(collector)} was replaced, and its part of this batch is masked. What had happened: "
-                f"{self._fates.reasons.pop(collector)}",
-                RuntimeWarning,
-                stacklevel=caller_stacklevel(),
-            )
+            reason = self._fates.reasons.pop(collector)
+            notes.append(f"{name} was replaced, and its part of this batch is masked. What had happened: {reason}")
             return 0
         if collected.lost:
-            warnings.warn(
-                f"{self._nouns.name(collector)} was built again, and what set_attr had set is lost: {collected.lost}. "
-                "It goes on with what its constructor gives it: call set_attr again, or give the factory the value",
-                RuntimeWarning,
-                stacklevel=caller_stacklevel(),
+            notes.append(
+                f"{name} was built again, and what set_attr had set is lost: {collected.lost}. "
+                "It goes on with what its constructor gives it: call set_attr again, or give the factory the value"
             )
         self._frames[collector] += int(storage.mask[:, part].sum())
         storage.finals += [Final(one.time, part.start + one.env, one.leaves) for one in collected.finals]
@@ -453,27 +353,8 @@ class ReplicaPool:
             successor = self._fates.successor(collector, reason)
         self._pool.replace(collector, reason, successor, self._close_limits)
 
-    def _error(self, collector: int, raised: Raised) -> BaseException:
-        """The error that a replica has raised. Closes the pool where restarting its envs did not help."""
-        if not raised.is_final:
-            return self._fates.raised(collector, raised.failed)
-        self.close()
-        return raised.failed.original() or self._fates.raised(collector, raised.failed)
-
-    @contextlib.contextmanager
-    def _translating(self) -> Iterator[None]:
-        try:
-            yield
-        except ClosedError:
-            raise ClosedError("the collector processes have ended; make another MultiCollector") from None
-
-
-def _require_same(collector: int, expected: WeightShapes, built: WeightShapes) -> None:
-    if built == expected:
-        return
-    differing = sorted(name for name in expected.keys() | built.keys() if expected.get(name) != built.get(name))[:5]
-    raise SpecMismatch(
-        f"the policy of collector {collector} has other weights than those it is to follow: {differing} are "
-        f"{[built.get(name) for name in differing]}, expected {[expected.get(name) for name in differing]}. "
-        "policy_factory, and what rebuild_with was given, must build what they stand for"
-    )
+    def _error(self, collector: int, raised: Raised) -> ReplicaFailed:
+        """What a replica has raised. Closes the pool where restarting its envs did not help."""
+        if raised.is_final:
+            self.close()
+        return self._fates.raised(collector, raised.failed, raised.is_final)

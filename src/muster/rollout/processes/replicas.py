@@ -1,0 +1,240 @@
+"""The learner's side of a `MultiCollector`'s replicas: the policy and its weights, seeds, and what users hand over."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from torch import Tensor
+
+from muster.backends.process import with_hints
+from muster.errors import ClosedError, SpecMismatch
+from muster.hosts.recipe_plans import Recipes, plans_of
+from muster.hosts.requests import Call, KeptAttributes, SetAttr, opened, packed
+from muster.pickling import named_arguments
+from muster.pool.launcher_client import standard_fds
+from muster.pool.place import Limit
+from muster.pool.resources import naming_limits
+from muster.recipes.recipe import Recipe
+from muster.rollout.beside_weights import BesideWeights
+from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
+from muster.rollout.processes.fates import ReplicaFailed
+from muster.rollout.processes.policy_travel import pack_factory, pack_policy
+from muster.rollout.processes.replica import ReplicaPlan
+from muster.rollout.processes.replica_pool import PRELOADS, PoolPlan, ReplicaPool
+from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes, shapes_of
+from muster.rollout.weights import Copies, module_of, named_weights, weights_to_send
+from muster.transport.big_arrays import memfd
+from muster.transport.slab import split_evenly
+
+# The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
+_REPLICAS = 3
+
+
+class Replicas:
+    """A `CollectorSet` of replicas of a policy with shares of envs, which a `ReplicaPool` runs.
+
+    threshold: a share of the collectors. The others: see `MultiCollector`, and `ReplicaPool`.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[Recipe],
+        policy: Any,
+        policy_factory: Callable[[], Any] | None,
+        *,
+        sync: bool,
+        threshold: float,
+        seed: int | None,
+        collector_options: Mapping[str, Any],
+        options: CollectorOptions,
+    ) -> None:
+        self._firsts = split_evenly(len(recipes), options.num_workers)
+        self._policy, self._seed, self._call_words = policy, seed, recipes[0].call
+        self._count, self._forks = options.num_workers, options.context == "fork"
+        self._packed = pack = partial(packed, call=self._call_words, forked=self._forks)
+        self._updating = threading.Lock()
+        plan = self._planned(recipes, policy_factory, sync, threshold, collector_options, options)
+        with naming_limits("the collectors could not start"), standard_fds():
+            self._weights_fd = memfd("weights")
+        weakref.finalize(self, os.close, self._weights_fd)
+        kept = KeptAttributes(len(recipes), lambda value, name: pack(value, {name: value}))
+        self._pool = ReplicaPool(plan, self._weights_fd, kept)
+        try:
+            with naming_limits("the collectors could not start"), self._rebuilding():
+                self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _planned(
+        self,
+        recipes: Sequence[Recipe],
+        policy_factory: Callable[[], Any] | None,
+        sync: bool,
+        threshold: float,
+        collector_options: Mapping[str, Any],
+        options: CollectorOptions,
+    ) -> PoolPlan:
+        """Raises CannotTravel, and what `check_forkable` raises."""
+        nouns = collector_nouns([range(*ends) for ends in itertools.pairwise(self._firsts)])
+        processes, step_timeout = options.processes(PRELOADS), options.step_timeout
+        policy: list[Any] = []  # its pickle, and big buffers, which collectors that are no forks read where they lie
+        big: list[pickle.PickleBuffer] | None = None if self._forks else []
+        if policy_factory is not None:
+            policy = [pack_factory(policy_factory, processes.context, big)]
+        elif self._policy is not None:
+            policy = [pack_policy(self._policy, big)]
+        if big is not None:
+            policy = [*map(pickle.PickleBuffer, policy), *big]
+
+        def content(own: Recipes, envs: range) -> ReplicaPlan:
+            batch_envs = len(recipes) if sync else len(envs)
+            T = -(-collector_options["frames_per_batch"] // batch_envs)
+            return ReplicaPlan(
+                own,
+                envs.start,
+                policy if self._forks else len(policy),
+                policy_is_factory=policy_factory is not None,
+                part=(envs.start, envs.stop) if sync else (0, len(envs)),
+                batch_envs=batch_envs,
+                max_restarts=options.restarts,
+                options={
+                    **collector_options,
+                    "frames_per_batch": T * len(envs),
+                    "init_random_frames": -(-collector_options["init_random_frames"] // self._count),
+                },
+            )
+
+        plans = plans_of(recipes, self._firsts, processes, content)
+        for plan in () if self._forks else plans:
+            plan.big += policy
+        return PoolPlan(
+            plans,
+            processes,
+            with_hints(nouns, self._call_words, len(recipes), self._count),
+            None if step_timeout is None else Limit(step_timeout, f"{nouns.step_timeout}={step_timeout}"),
+            options.close_limits(nouns),
+            options.restarts,
+            sync,
+            threshold * self._count,
+        )
+
+    def _begin(self) -> None:
+        self._pool.start(self._seeds(0))
+        # Factories may draw different weights in each process; all collectors take those of the first.
+        weights = named_weights(self._policy) or self._pool.weights()
+        expected = shapes_of(weights)
+        for k, built in enumerate(self._pool.shapes()):
+            _require_same(k, expected, built)
+        self._weights = SharedWeights(weights, self._weights_fd)
+        self._weights.write(weights)
+        self._beside = BesideWeights(self._policy)
+
+    # ---- weights
+
+    @property
+    def version(self) -> int:
+        return self._weights.version
+
+    def update_weights(self, weights: Any) -> None:
+        with self._updating:
+            self._publish(*weights_to_send(self._policy, weights))
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the policy, under ``policy``: the module's, or copies of the weights published last, if any."""
+        module = module_of(self._policy)
+        weights = self._weights.read() if module is None else module.state_dict()
+        return {} if module is None and not weights else {"policy": weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "policy" not in state:
+            return
+        weights = state["policy"]
+        with self._updating:
+            if (module := module_of(self._policy)) is not None:
+                module.load_state_dict(weights)
+                weights = named_weights(module)
+            if weights:
+                self._publish(weights)
+
+    def _publish(self, weights: Mapping[str, Tensor], copies: Copies = ()) -> None:
+        if missing := sorted(self._weights.names - weights.keys()):
+            raise SpecMismatch(f"the weights are not the replicas': missing {missing[:5]}")
+        self._weights.write(weights, self._beside.changes(), copies)
+
+    # ---- what the pool is asked for
+
+    def collect(self) -> Filled:
+        with self._rebuilding():
+            return self._pool.collect()
+
+    def give_up(self) -> None:
+        with self._rebuilding():
+            self._pool.give_up()
+
+    def reset(self, round_number: int, frames: int = 0) -> None:
+        with self._rebuilding():
+            self._pool.reset(self._seeds(round_number), frames)
+
+    def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        parts = {"the function": name} | named_arguments(args, kwargs)
+        words = f"answering call({name!r})" if isinstance(name, str) else "answering call()"
+        with self._rebuilding():
+            answers = self._pool.call(Call(self._packed((name, args, kwargs), parts)), words)
+        return tuple(itertools.chain.from_iterable(map(opened, answers)))
+
+    def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
+        requests = {}
+        for k, (first, last) in enumerate(itertools.pairwise(self._firsts)):
+            own = {env: values[env] for env in range(first, last)}
+            requests[k] = SetAttr(self._packed((name, own), {f"values[{env}]": value for env, value in own.items()}))
+        with self._rebuilding():
+            self._pool.set_attr(name, values, requests)
+
+    def spaces(self) -> tuple[Space[Any], Space[Any]]:
+        with self._rebuilding():
+            return self._pool.spaces()
+
+    def stats(self) -> dict[str, Any]:
+        return self._pool.stats()
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _seeds(self, round_number: int) -> list[int | None]:
+        """One for each collector."""
+        if self._seed is None:
+            return [None] * self._count
+        sequence = np.random.SeedSequence(self._seed, spawn_key=(_REPLICAS, round_number))
+        return [int(word) for word in sequence.generate_state(self._count)]
+
+    @contextlib.contextmanager
+    def _rebuilding(self) -> Iterator[None]:
+        """Raises the user's errors in place of what the pool raises."""
+        try:
+            yield
+        except ReplicaFailed as failed:
+            raise failed.error() from None
+        except ClosedError:
+            raise ClosedError("the collector processes have ended; make another MultiCollector") from None
+
+
+def _require_same(collector: int, expected: WeightShapes, built: WeightShapes) -> None:
+    if built == expected:
+        return
+    differing = sorted(name for name in expected.keys() | built.keys() if expected.get(name) != built.get(name))[:5]
+    raise SpecMismatch(
+        f"the policy of collector {collector} has other weights than those it is to follow: {differing} are "
+        f"{[built.get(name) for name in differing]}, expected {[expected.get(name) for name in differing]}. "
+        "policy_factory, and what rebuild_with was given, must build what they stand for"
+    )
