@@ -116,6 +116,7 @@ def test_final_observations_of_compact_batches_are_at_env_and_time():
         rows = loop_by_hand(SECOND)
         at = batch["collector", "final_at"]
         assert sorted(at.tolist()) == rows["done"].nonzero().tolist()
+        assert at.tolist() == sorted(at.tolist(), key=lambda one: one[::-1])  # whoever was ready first
         assert batch["collector", "final", "observation"].equal(rows["next_observation"][at.unbind(-1)])
         assert batch["collector", "last", "observation"].shape == (N, 3)
 

@@ -245,6 +245,7 @@ class ReplicaPool:
                 versions[part] = self._finish(k, storage, part, collected, notes)
             if count - len(self._filling) >= self._threshold:
                 stop_flag(block)[0] = 1
+        storage.finals.sort(key=lambda one: (one.time, one.env))
         own(block)
         return Filled(storage, 0, versions, notes)
 
