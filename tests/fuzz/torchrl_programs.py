@@ -115,5 +115,6 @@ def _same(results: list[Any], what: str) -> None:
     if (found := {*ours.keys(True, True)}) != (expected := {*theirs.keys(True, True)}):
         raise Difference(f"{what}: keys {found}, expected {expected}")
     for key in theirs.keys(True, True):
-        if ours[key].dtype != theirs[key].dtype or not torch.equal(ours[key], theirs[key]):
+        of_ours, of_theirs = ours[key].numpy(), theirs[key].numpy()
+        if of_ours.dtype != of_theirs.dtype or not np.array_equal(of_ours, of_theirs, equal_nan=True):
             raise Difference(f"{what}, {key}: {ours[key]!r:.300}, expected {theirs[key]!r:.300}")
