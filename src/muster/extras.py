@@ -33,6 +33,7 @@ PACKAGES = {
     "cv2": Package("OpenCV", "opencv-python-headless", "4.10.0.84"),
     "pettingzoo": Package("pettingzoo", "pettingzoo", "1.25"),
     "mpe2": Package("mpe2", "mpe2", "1.0"),
+    "ray": Package("Ray", "ray", "2.50"),
 }
 
 
