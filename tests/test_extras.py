@@ -16,13 +16,14 @@ from command import muster
 from fake_packages import pretend_installed
 from muster.extras import PACKAGES, require
 
-DOCTOR, TORCH, SB3, TORCHRL, TRAIN, MARL = (
-    f"pip install 'muster-rl[{name}]'" for name in ("doctor", "torch", "sb3", "torchrl", "train", "marl")
+DOCTOR, TORCH, SB3, TORCHRL, TRAIN, MARL, RAY = (
+    f"pip install 'muster-rl[{name}]'" for name in ("doctor", "torch", "sb3", "torchrl", "train", "marl", "ray")
 )
 SUBSTRATES = "python -m muster.envs.install_meltingpot"
 LOAD_SUBSTRATES = "from muster.envs.melting_pot import load_substrates; load_substrates()"
 WRITE_EVENTS = "from pathlib import Path; from muster.training.events import EventWriter; EventWriter(Path())"
 PLOT = "from muster.training.picture import plot_learning_curve; plot_learning_curve(1, 2, title='')"
+CONNECT = "from muster.rollout.cluster.ray_engine import connect; connect()"
 DIAGNOSE = "muster.diagnose('CartPole-v1', policy=1)"
 OLD_PONG = "muster.make_vec('PongNoFrameskip-v4')"
 PONG, CLEAN_UP = "muster.make_vec('ALE/Pong-v5')", "muster.make_vec('meltingpot/clean_up')"
@@ -50,6 +51,7 @@ MISSING = [
     ("mpe2", TAG, "'pettingzoo/mpe/simple_tag_v3' needs mpe2", MARL),
     ("Box2D", BUILD_WALKER, "pettingzoo.sisl.multiwalker_v9 needs Box2D", "pip install 'pettingzoo[sisl]'"),
     ("meltingpot", CLEAN_UP, "'meltingpot/clean_up' needs Melting Pot", SUBSTRATES),
+    ("ray", CONNECT, "cluster='ray' needs Ray", RAY),
     ("meltingpot", LOAD_SUBSTRATES, "Substrates need Melting Pot", SUBSTRATES),
     ("ml_collections", LOAD_SUBSTRATES, "Melting Pot needs ml_collections", SUBSTRATES),
     ("ale_py", PONG, "'ALE/Pong-v5' needs the Arcade Learning Environment", "pip install ale-py"),

@@ -26,6 +26,7 @@ ORDER = (
     "interop.torchrl",
     "interop",
     "rollout.multi_collector",
+    "rollout.cluster",
     "rollout.processes",
     "rollout",
     "nn",
@@ -139,6 +140,13 @@ def test_imports_go_down_only_and_not_in_circles() -> None:
     found = {name_of(path): complaints(str(units[name_of(path)]), names_imported_by(path)) for path in modules()}
     assert {name: said for name, said in found.items() if said} == {}
     graphlib.TopologicalSorter(graph_of_imports()).prepare()  # raises CycleError, which names the circle
+
+
+def test_one_file_imports_ray() -> None:
+    importing = [
+        name_of(path) for path in modules() if "ray" in {one.partition(".")[0] for one in names_imported_by(path)}
+    ]
+    assert importing == ["rollout.cluster.ray_engine"]
 
 
 def test_only_an_import_that_goes_up_is_noticed() -> None:

@@ -74,6 +74,7 @@ def names_of(extra: str) -> set[str]:
         ("marl", {"pettingzoo", "mpe2"}),
         ("sb3", {"stable-baselines3"}),
         ("torchrl", {"torchrl", "torch", "tensordict"}),
+        ("ray", {"ray", "torch", "tensordict"}),
     ],
 )
 def test_an_extra_brings_what_its_name_says(extra: str, names: set[str]):
@@ -102,7 +103,7 @@ def test_the_tests_have_everything_and_nothing_of_the_benchmarks_alone():
 
 @pytest.mark.parametrize("module", PACKAGES)
 def test_the_oldest_versions_are_those_of_the_extras(module: str):
-    lowest = {one.partition(",")[0] for one in packages_of("all")}
+    lowest = {one.partition(",")[0] for one in packages_of("all") | packages_of("ray")}
     assert f"{PACKAGES[module].distribution}>={PACKAGES[module].oldest}" in lowest
 
 

@@ -33,6 +33,7 @@ PACKAGES = {
     "cv2": Package("OpenCV", "opencv-python-headless", "4.10.0.84"),
     "pettingzoo": Package("pettingzoo", "pettingzoo", "1.25"),
     "mpe2": Package("mpe2", "mpe2", "1.0"),
+    "ray": Package("Ray", "ray", "2.50"),
 }
 
 
@@ -106,11 +107,11 @@ def installed_version(distribution: str) -> str | None:
 
 def is_older(found: str, oldest: str) -> bool:
     """Whether version `found` is known to be older than `oldest`. A pre-release counts as the release."""
-    release = _release_of(found)
-    return bool(release) and release < _release_of(oldest)
+    release = release_of(found)
+    return bool(release) and release < release_of(oldest)
 
 
-def _release_of(version: str) -> tuple[int, ...]:
+def release_of(version: str) -> tuple[int, ...]:
     """The numbers of a version, without zeros at the end: pre-releases count as the release. Empty for no version."""
     match = re.match(r"v?(\d+(?:\.\d+)*)", version)
     numbers = [int(number) for number in match[1].split(".")] if match else []
