@@ -26,6 +26,7 @@ ORDER = (
     "interop.torchrl",
     "interop",
     "rollout.multi_collector",
+    "rollout.cluster",
     "rollout.processes",
     "rollout",
     "nn",
