@@ -132,7 +132,7 @@ class MultiCollector(BatchSource):
             replay_buffer=replay_buffer,
             observation_dtype=observation_dtype,
         )
-        self._threshold = _threshold_of(preemptive_threshold, sync)
+        self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
         options = _options_of(num_collectors, how, close_timeout, make_vec_options or {})
         for_each = {
@@ -142,9 +142,7 @@ class MultiCollector(BatchSource):
             "initial_state": dict(initial_state or {}),
             "exploration": exploration,
         }
-        self._cluster, self._num_collectors = _checked(cluster, context), num_collectors
-        recipes = _understood(envs, num_envs, num_collectors, make_vec_options)
-        self.policy = policy
+        self.policy, recipes = policy, _understood(envs, num_envs, num_collectors, make_vec_options)
         self._count_envs(len(recipes))
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 
@@ -160,6 +158,7 @@ class MultiCollector(BatchSource):
     ) -> CollectorSet:
         """Starts the collectors, or the one that acts for all where the policy stays here. for_each: their options."""
         require_shapes(self.policy)
+        self._num_collectors = options.num_workers
         obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
         if obstacle is None or self._cluster is not None:  # packing the policy says what is wrong with that
             return Replicas(
