@@ -15,6 +15,7 @@ from muster.errors import (
     EnvError,
     LimitReached,
     MusterError,
+    NodeLost,
     PendingError,
     SpecMismatch,
     WorkerDied,
@@ -32,6 +33,7 @@ ERRORS = [
     WorkerTimeout(NAME, "in step of env 3", "step_timeout=1.0", 1.5, "<stack>", " It waits."),
     WorkerTimeout(NAME, "building its envs", "start_timeout=1.0 s"),
     CollectorError(NAME, "ValueError: no"),
+    NodeLost(NAME, "node-a", "its process has ended"),
     EnvError(
         "ValueError: no", env_index=3, worker_index=1, step=5, original_type="ValueError", worker_traceback="<tb>"
     ),

@@ -16,7 +16,8 @@
     ├── WorkerError (RuntimeError)      a worker is lost
     │   ├── WorkerDied                  its process or thread ended
     │   ├── WorkerTimeout (TimeoutError)  it hung
-    │   └── CollectorError              a collector raised, not its envs
+    │   ├── CollectorError              a collector raised, not its envs
+    │   └── NodeLost                    a node with several collectors is gone
     ├── WaitTimeout (TimeoutError)      a wait's own timeout ran out; nothing is lost
     ├── OneEnvPerProcess (RuntimeError)
     ├── NotEnoughMemory (MemoryError)
@@ -196,6 +197,17 @@ class CollectorError(WorkerError):
     """
 
     _joint = ": "
+
+
+class NodeLost(WorkerError):
+    """A node, with all its collectors, ended or fell silent. host: its machine.  reason: how it was lost, in words."""
+
+    def __init__(self, worker: WorkerName, host: str, reason: str) -> None:
+        super().__init__(worker, host, reason)
+        self.host, self.reason = host, reason
+
+    def __str__(self) -> str:
+        return f"{self.worker} on {self.host} is lost: {self.reason}"
 
 
 class WaitTimeout(MusterError, TimeoutError):

@@ -22,6 +22,7 @@ class WorkerInfo:
     env_index: the env that is built, stepped, reset, called or closed; None elsewhere in a worker.
     worker_index: the index of the worker that builds and steps the env.
     seed: the seed that the worker derived its global generators from, None where there is none.
+    node_index: the index of the node that the worker runs on; 0 where there is one machine.
     """
 
     env_index: int | None
@@ -29,6 +30,7 @@ class WorkerInfo:
     num_envs: int
     num_workers: int
     seed: int | None
+    node_index: int = 0
 
 
 def seeds_of_envs(sequence: np.random.SeedSequence, count: int = 1) -> list[int]:

@@ -15,8 +15,9 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from muster._core import map_fd
@@ -39,11 +40,11 @@ Place = tuple[str, str]
 class LogInbox:
     """The caller's end. flag: ``flag[0]`` is not 0 while there may be records. fd: stays the caller's.
 
-    delivers: whether the caller's loggers get the records at all.
+    take: called with the records that have arrived, see `hand_over`, and the number of those that are lost.
     """
 
-    def __init__(self, fd: int, *, delivers: bool = True) -> None:
-        self._delivers = delivers
+    def __init__(self, fd: int, take: Callable[[bytes, int], None]) -> None:
+        self._take = take
         os.ftruncate(fd, _START)
         self._fd = fd
         self.flag = map_flag(fd)
@@ -51,17 +52,8 @@ class LogInbox:
 
     def deliver(self, *, at_the_end: bool = False) -> None:
         """Hands the records that have arrived to the caller's loggers. at_the_end: looks for them without the flag."""
-        if not self._delivers or not (self.flag[0] or at_the_end):
-            return
-        data, lost = self._taken()
-        for fields, ran in _records_in(data):
-            _hand_over(logging.makeLogRecord(fields), ran)
-        if lost:
-            _log.warning(
-                "%d log records of workers are lost: more than %d MB of them were waiting. They are delivered while "
-                "this process waits for envs",
-                *(lost, _MOST_BYTES >> 20),
-            )
+        if self.flag[0] or at_the_end:
+            self._take(*self._taken())
 
     def _taken(self) -> tuple[bytes, int]:
         """The records, and how many are lost."""
@@ -78,6 +70,25 @@ class LogInbox:
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
         return data, lost
+
+
+def hand_over(data: bytes, lost: int, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Hands workers' records to this process's loggers.
+
+    data: the records, one behind the other.  lost: number of others.  more: further attributes of each record.
+    """
+    for fields, ran in _records_in(data):
+        _hand_over(logging.makeLogRecord({**fields, **more}), ran)
+    if lost:
+        _log.warning(
+            "%d log records of workers are lost: more than %d MB of them were waiting. They are delivered while "
+            "this process waits for envs",
+            *(lost, _MOST_BYTES >> 20),
+        )
+
+
+def drop(data: bytes, lost: int) -> None:
+    """Drops workers' records."""
 
 
 def append(fd: int, flag: memoryview, fields: dict[str, Any], ran: Collection[Place]) -> bool:

@@ -27,7 +27,7 @@ from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Surroundings, changed, changes_of
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherOfPool, standard_fds, worker_environment
-from muster.pool.logs import LogInbox
+from muster.pool.logs import LogInbox, drop, hand_over
 from muster.pool.messages import (
     Answer,
     Build,
@@ -67,6 +67,7 @@ class Pool(BasePool[Place]):
 
     resident: ``"module:Class"`` of a `Resident`.  plans: one for each place.
     files: fds by name, which all workers get; they stay the owner's.  reported: called with what residents report.
+    take_logs: see `LogInbox`; not called for workers that are apart.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class Pool(BasePool[Place]):
         files: Mapping[str, int] | None = None,
         nouns: Nouns = NOUNS,
         reported: Callable[[Any], object] = lambda content: None,
+        take_logs: Callable[[bytes, int], None] = hand_over,
     ) -> None:
         super().__init__(hooks, nouns)
         self._resident, self._options, self._reported = resident, processes, reported
         self.plans = plans
         self._files = dict(files or {})
+        self._take_logs = drop if processes.are_apart else take_logs
         self._own_files: dict[str, int] = {}
         self._log_inbox: LogInbox | None = None
         self._starting = Starting()
@@ -143,7 +146,7 @@ class Pool(BasePool[Place]):
             for name in ("arrays", "logs"):
                 self._own_files[name] = memfd(name)
                 own(self._own_files[name])
-        self._log_inbox = LogInbox(self._own_files["logs"], delivers=not options.are_apart)
+        self._log_inbox = LogInbox(self._own_files["logs"], self._take_logs)
         self.log_flag = self._log_inbox.flag
         starting.big_arrays = BigArrays(self._own_files["arrays"], [plan.big for plan in self.plans])
         for index, (plan, data) in enumerate(zip(self.plans, pickles, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,15 +20,19 @@ from muster.arguments import explains_keywords, whole
 from muster.backends.process import check_pool
 from muster.envs.adapt import adapted_recipes, with_torchrl
 from muster.errors import ConfigError
+from muster.hosts.requests import KeptAttributes
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
 from muster.pool.closing import CLOSE_S, limits_of
 from muster.pool.environment import changes_of
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
+from muster.rollout.cluster.engine import Engine
+from muster.rollout.cluster.fleet import Fleet
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
+from muster.rollout.processes.replica_pool import PoolPlan, ReplicaPool
 from muster.rollout.processes.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
@@ -69,12 +74,15 @@ class MultiCollector(BatchSource):
     max_restarts: how often within a minute one collector's envs may raise, or the collector may be replaced, before an
         error is raised after all.
     collect_timeout: seconds that a collector may take for a batch before it is killed.
+    cluster: what starts node hosts, which run the collectors on other machines; internal so far.
     close_timeout: seconds that `shutdown` waits for each env's own ``close()``, see `make_vec`.
 
     Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[N, T]``, says which weights acted.
     Raises ConfigError, CannotTravel, what `make_vec` raises, and while collecting EnvError, CollectorError, WorkerDied,
     WorkerTimeout.
     """
+
+    _fleet: Fleet | None = None
 
     @explains_keywords('make_vec_options={{"env_kwargs": {}}}', _ENV_OPTIONS, "make_vec_options={}")
     def __init__(
@@ -110,6 +118,7 @@ class MultiCollector(BatchSource):
         on_failure: str = "raise",
         max_restarts: int = 10,
         threads_per_collector: int = 1,
+        cluster: Engine | None = None,
     ) -> None:
         super().__init__(
             frames_per_batch=frames_per_batch,
@@ -123,7 +132,7 @@ class MultiCollector(BatchSource):
             replay_buffer=replay_buffer,
             observation_dtype=observation_dtype,
         )
-        self._threshold = _threshold_of(preemptive_threshold, sync)
+        self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
         options = _options_of(num_collectors, how, close_timeout, make_vec_options or {})
         for_each = {
@@ -133,8 +142,7 @@ class MultiCollector(BatchSource):
             "initial_state": dict(initial_state or {}),
             "exploration": exploration,
         }
-        recipes = _understood(envs, num_envs, num_collectors, make_vec_options)
-        self.policy = policy
+        self.policy, recipes = policy, _understood(envs, num_envs, num_collectors, make_vec_options)
         self._count_envs(len(recipes))
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 
@@ -150,8 +158,9 @@ class MultiCollector(BatchSource):
     ) -> CollectorSet:
         """Starts the collectors, or the one that acts for all where the policy stays here. for_each: their options."""
         require_shapes(self.policy)
+        self._num_collectors = options.num_workers
         obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
-        if obstacle is None:
+        if obstacle is None or self._cluster is not None:  # packing the policy says what is wrong with that
             return Replicas(
                 recipes,
                 self.policy,
@@ -161,6 +170,8 @@ class MultiCollector(BatchSource):
                 seed=self._seed,
                 collector_options=for_each,
                 options=options,
+                runs=ReplicaPool if self._cluster is None else self._on_nodes,
+                far=self._cluster is not None,
             )
         warnings.warn(_explained(obstacle, self._threshold), UserWarning, stacklevel=caller_stacklevel())
         for_each |= {
@@ -170,6 +181,22 @@ class MultiCollector(BatchSource):
             "overlap": not sync and len(recipes) > 1,
         }
         return StayingCollector(Collector(envs, self.policy, **for_each))
+
+    def _on_nodes(self, plan: PoolPlan, weights_fd: int, attributes: KeptAttributes) -> Fleet:
+        assert self._cluster is not None
+        self._fleet = Fleet(plan, attributes, self._cluster)
+        return self._fleet
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """For each node its ``index``, ``host``, ``node_id``, ``state`` ("up", "starting" or "lost"), ``collectors``.
+
+        Also the ``policy_version`` that it was sent last, and the ``reason`` why its last node host was lost, if any.
+        ``collectors`` is a range. Without a cluster this machine is the one node.
+        """
+        if self._fleet is not None:
+            return self._fleet.nodes()
+        here = {"index": 0, "host": socket.gethostname(), "node_id": "", "state": "up"}
+        return [here | {"collectors": range(self._num_collectors), "policy_version": self.policy_version, "reason": ""}]
 
     def update_policy_weights_(self, weights: Any = None) -> None:
         """Makes each collector act with these weights, all of them at once, from the next batch that it begins.
@@ -267,6 +294,17 @@ class MultiCollector(BatchSource):
         batch["collector", "policy_version"] = torch.from_numpy(versions).unsqueeze(1).repeat(1, storage.T)
         self.batches += 1
         return batch
+
+
+def _checked(cluster: Engine | None, context: str) -> Engine | None:
+    if cluster is None or (isinstance(cluster, Engine) and context != "fork"):
+        return cluster
+    if not isinstance(cluster, Engine):
+        raise ConfigError(f"cluster must be None or what starts node hosts, got {type(cluster).__name__} {cluster!r}")
+    raise ConfigError(
+        'context="fork" has collectors inherit what this process holds, and those of cluster= start on other machines; '
+        'leave context out, or use "forkserver" or "spawn"'
+    )
 
 
 def _options_of(

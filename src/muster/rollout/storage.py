@@ -105,6 +105,13 @@ class Storage:
         """For each observation field ``[N, ...]`` what step t acts on; t = T: what follows the last action."""
         return [rows[t] for rows in self.observations] if t < self.T else self.last
 
+    def columns(self) -> list[Array]:
+        """All arrays ``[N, ...]``, env first: one env's part of each is one run of memory."""
+        flags = self.terminated, self.truncated, self.mask, self.begins
+        outputs = [rows.numpy() for rows in self.outputs.values()]
+        rows = (*self.observations, *self.next_observations, *self.rewards, *flags, *outputs)
+        return [*(one.swapaxes(0, 1) for one in rows), *self.last]
+
     def clear_flags(self) -> None:
         """Clears all flags: a row ends nothing, begins nothing and is not masked until it is written."""
         for flags in (self.terminated, self.truncated, self.begins):

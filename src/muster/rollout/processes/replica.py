@@ -94,7 +94,7 @@ class AskShapes(Message):
 
 @dataclass(eq=False)
 class AskSpaces(Message):
-    """Asks for one env's observation and action spaces."""
+    """Asks for one env's observation and action spaces, pickled."""
 
 
 @dataclass(eq=False)
@@ -229,7 +229,8 @@ class Replica(RecipeResident):
             case AskShapes():
                 return shapes_of(named_weights(self._policy))
             case AskSpaces():
-                return self._envs.single_observation_space, self._envs.single_action_space
+                assert self._here.dumps is not None
+                return self._here.dumps((self._envs.single_observation_space, self._envs.single_action_space))
             case Call(CannotTravel() as refusal) | SetAttr(CannotTravel() as refusal):
                 raise refusal
             case Call((name, args, kwargs)):

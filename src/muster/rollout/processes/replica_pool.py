@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from gymnasium import Space
 from torch import Tensor
 
 from muster.backends.process import ENV_PRELOADS
 from muster.errors import SpecMismatch
-from muster.hosts.requests import Call, KeptAttributes, SetAttr
+from muster.hosts.requests import Call, KeptAttributes, SetAgain, SetAttr
 from muster.pool.closing import CloseLimits, close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.launcher_client import standard_fds
+from muster.pool.logs import hand_over
 from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, figures, naming_limits, usable_cores
-from muster.pool.set_up import Processes
+from muster.pool.set_up import NO_INIT, Processes
 from muster.pool.verbs import Answered, Lost
 from muster.rollout.collector_set import Filled
 from muster.rollout.processes.batch_memory import BatchMemory, Block, own, stop_flag
@@ -37,8 +37,9 @@ from muster.rollout.processes.replica import (
     Collect,
     Collected,
     Raised,
+    ReplicaFields,
 )
-from muster.rollout.processes.shared_weights import WeightShapes
+from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Final, Loss, Storage
 
 # What launchers import for collectors.
@@ -61,6 +62,32 @@ class PoolPlan:
     sync: bool
     threshold: float
 
+    def of(self, collectors: range, node: int) -> PoolPlan:
+        """The plan of some collectors, which node `node` runs."""
+        own = self.plans[collectors.start : collectors.stop]
+        first, count = own[0].envs.start, own[-1].envs.stop - own[0].envs.start
+        plans = [replace(plan, info=replace(plan.info, node_index=node)) for plan in own]
+        for plan in plans if self.sync else ():
+            part = plan.envs.start - first, plan.envs.stop - first
+            plan.content = replace(plan.content, part=part, batch_envs=count)
+        env = self.processes.worker_env
+        return replace(
+            self,
+            plans=plans,
+            processes=replace(
+                self.processes,
+                worker_env=env if env is None or callable(env) else [*env][collectors.start : collectors.stop],
+                init=NO_INIT,  # the packed recipes have it
+            ),
+            nouns=replace(
+                self.nouns,
+                first_worker=collectors.start,
+                envs=self.nouns.envs[collectors.start : collectors.stop],
+                dying=self.nouns.dying[collectors.start : collectors.stop],
+            ),
+            threshold=min(self.threshold, len(own)),
+        )
+
 
 class ReplicaPool:
     """Replicas of a policy with shares of envs, in processes of their own.
@@ -70,10 +97,17 @@ class ReplicaPool:
 
     sync: a batch is of all envs; once `threshold` (a number) of the collectors are done, the others stop. Otherwise a
     batch is of one collector's envs, and each collector begins its next batch before its last one is returned.
-    weights_fd: the file of the weights that replicas follow; stays the owner's.  attributes: empty, see `Fates`.
+    weights_fd: the file of the weights that replicas follow; stays the owner's.  attributes: see `Fates`.
+    take_logs: see `LogInbox`.
     """
 
-    def __init__(self, plan: PoolPlan, weights_fd: int, attributes: KeptAttributes) -> None:
+    def __init__(
+        self,
+        plan: PoolPlan,
+        weights_fd: int,
+        attributes: KeptAttributes,
+        take_logs: Callable[[bytes, int], None] = hand_over,
+    ) -> None:
         self._plans, self._nouns, self._limit = plan.plans, plan.nouns, plan.limit
         self._sync, self._threshold, self._close_limits = plan.sync, plan.threshold, plan.close_limits
         self._collectors = range(len(plan.plans))
@@ -91,6 +125,7 @@ class ReplicaPool:
             *("muster.rollout.processes.replica:Replica", plan.plans, plan.processes, self._fates),
             files={"batches": self._batch_memory.fd, "weights": weights_fd},
             nouns=plan.nouns,
+            take_logs=take_logs,
         )
         weakref.finalize(self, close_abandoned, self._pool.close)
 
@@ -103,11 +138,16 @@ class ReplicaPool:
             plan.big.clear()  # the pool has stored them
         if not self._fates.restarts:
             self._pool.never_replaces()
+        if any(self._fates.attributes):
+            for k, plan in enumerate(self._plans):
+                again = SetAgain({env: self._fates.attributes[env] for env in plan.envs})
+                self._pool.post(k, self._pool.sealed(again))
         self.reset(seeds)
         first, *others = self._ask_all(AskFields())
         for k, fields in enumerate(others, 1):
             if fields != first:
                 raise SpecMismatch(f"collector {k} has {fields}, but collector 0 {first}; all must be alike")
+        self.fields: ReplicaFields = first
         self._layouts = [plan.content.layout(first) for plan in self._plans]
 
     # ---- questions between batches
@@ -139,8 +179,10 @@ class ReplicaPool:
         """The results of the envs of each collector, pickled. words: what it does meanwhile."""
         return self._ask_all(request, words)
 
-    def set_attr(self, name: str, values: Mapping[int, Any], requests: Mapping[int, SetAttr]) -> None:
-        """Sets an attribute of all envs, and again in those that are built again.
+    def set_attr(
+        self, name: str, values: Mapping[int, Any], requests: Mapping[int, SetAttr]
+    ) -> Mapping[int, ReplicaFailed]:
+        """Sets an attribute of all envs, and again in those that are built again; returns by env what has refused.
 
         values: by env.  requests: with the values, one for each collector.
         """
@@ -151,12 +193,13 @@ class ReplicaPool:
             raised.update({k: answer for k, answer in answers if isinstance(answer, Raised)})
             return {env: one for k, one in raised.items() for env in one.refused or self._plans[k].envs}
 
-        self._fates.attributes.set(name, values, act)
-        self._raise_first(raised)
+        refused = self._fates.attributes.set(name, values, act)
+        errors = {k: self._error(k, one) for k, one in raised.items()}
+        return {env: errors[k] for env, one in refused.items() for k in raised if raised[k] is one}
 
-    def spaces(self) -> tuple[Space[Any], Space[Any]]:
-        """One env's observation and action spaces."""
-        found: tuple[Space[Any], Space[Any]] = self._ask_all(AskSpaces())[0]
+    def spaces(self) -> bytes:
+        """One env's observation and action spaces, pickled."""
+        found: bytes = self._ask_all(AskSpaces())[0]
         return found
 
     def stats(self) -> dict[str, Any]:
@@ -175,8 +218,16 @@ class ReplicaPool:
         running = sum(pid is not None for pid, _ in processes)
         return {"env_steps": env_steps, "restarts": restarts, "processes": running, "workers": workers}
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed, by `close` or by an error."""
+        return self._pool.closed
+
+    def follow(self, weights: SharedWeights) -> None:
+        """Says that `weights`, of the file that replicas have, are new. They look there themselves."""
+
     def close(self) -> None:
-        self._stop_filling()
+        self.stop()
         self._pool.close(self._close_limits)
 
     def _ask_all(self, question: object, words: str = "answering a call") -> list[Any]:
@@ -218,7 +269,7 @@ class ReplicaPool:
     def give_up(self) -> None:
         """Stops all collectors. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
         self._ready.clear()
-        self._stop_filling()
+        self.stop()
         while self._fates.asked:
             for one in self._take(None):
                 if isinstance(one, Answered) and isinstance(one.content, Raised) and self._fates.restarts:
@@ -228,7 +279,8 @@ class ReplicaPool:
         self._afresh.update(self._collectors)
         self._is_cut_short = False
 
-    def _stop_filling(self) -> None:
+    def stop(self) -> None:
+        """Ends the batches that are under way early. For any thread."""
         for block in [*self._filling.values()]:  # a copy: another thread may close
             stop_flag(block)[0] = 1
 
@@ -241,7 +293,7 @@ class ReplicaPool:
         while self._filling:
             enough = max(1, min(len(self._filling), int(np.ceil(self._threshold)) - (count - len(self._filling))))
             for k, _, collected in self._receive(enough):
-                part = slice(self._plans[k].envs.start, self._plans[k].envs.stop)
+                part = slice(*self._plans[k].content.part)
                 versions[part] = self._finish(k, storage, part, collected, notes)
             if count - len(self._filling) >= self._threshold:
                 stop_flag(block)[0] = 1

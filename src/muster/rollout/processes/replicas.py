@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from gymnasium import Space
@@ -36,6 +36,26 @@ from muster.rollout.weights import Copies, module_of, named_weights, weights_to_
 from muster.transport.big_arrays import memfd
 from muster.transport.slab import split_evenly
 
+
+class RunsReplicas(Protocol):
+    """What runs replicas: a `ReplicaPool` here, or a fleet of node hosts with one each. See `ReplicaPool`."""
+
+    def start(self, seeds: Sequence[int | None]) -> None: ...
+    def weights(self) -> dict[str, Tensor]: ...
+    def shapes(self) -> list[WeightShapes]: ...
+    def follow(self, weights: SharedWeights) -> None: ...
+    def collect(self) -> Filled: ...
+    def give_up(self) -> None: ...
+    def reset(self, seeds: Sequence[int | None], frames: int) -> None: ...
+    def call(self, request: Call, words: str) -> list[bytes]: ...
+    def set_attr(
+        self, name: str, values: Mapping[int, Any], requests: Mapping[int, SetAttr]
+    ) -> Mapping[int, ReplicaFailed]: ...
+    def spaces(self) -> bytes: ...
+    def stats(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
 # The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
 _REPLICAS = 3
 
@@ -43,7 +63,8 @@ _REPLICAS = 3
 class Replicas:
     """A `CollectorSet` of replicas of a policy with shares of envs, which a `ReplicaPool` runs.
 
-    threshold: a share of the collectors. The others: see `MultiCollector`, and `ReplicaPool`.
+    threshold: a share of the collectors.  runs: makes what runs them.  far: whether that starts on other machines.
+    The others: see `MultiCollector`, and `ReplicaPool`.
     """
 
     def __init__(
@@ -57,10 +78,13 @@ class Replicas:
         seed: int | None,
         collector_options: Mapping[str, Any],
         options: CollectorOptions,
+        runs: Callable[[PoolPlan, int, KeptAttributes], RunsReplicas] = ReplicaPool,
+        far: bool = False,
     ) -> None:
         self._firsts = split_evenly(len(recipes), options.num_workers)
         self._policy, self._seed, self._call_words = policy, seed, recipes[0].call
         self._count, self._forks = options.num_workers, options.context == "fork"
+        self._far = far
         self._packed = pack = partial(packed, call=self._call_words, forked=self._forks)
         self._updating = threading.Lock()
         plan = self._planned(recipes, policy_factory, sync, threshold, collector_options, options)
@@ -68,7 +92,7 @@ class Replicas:
             self._weights_fd = memfd("weights")
         weakref.finalize(self, os.close, self._weights_fd)
         kept = KeptAttributes(len(recipes), lambda value, name: pack(value, {name: value}))
-        self._pool = ReplicaPool(plan, self._weights_fd, kept)
+        self._pool = runs(plan, self._weights_fd, kept)
         try:
             with naming_limits("the collectors could not start"), self._rebuilding():
                 self._begin()
@@ -115,7 +139,7 @@ class Replicas:
                 },
             )
 
-        plans = plans_of(recipes, self._firsts, processes, content)
+        plans = plans_of(recipes, self._firsts, processes, content, far=self._far)
         for plan in () if self._forks else plans:
             plan.big += policy
         return PoolPlan(
@@ -138,6 +162,7 @@ class Replicas:
             _require_same(k, expected, built)
         self._weights = SharedWeights(weights, self._weights_fd)
         self._weights.write(weights)
+        self._pool.follow(self._weights)
         self._beside = BesideWeights(self._policy)
 
     # ---- weights
@@ -171,6 +196,7 @@ class Replicas:
         if missing := sorted(self._weights.names - weights.keys()):
             raise SpecMismatch(f"the weights are not the replicas': missing {missing[:5]}")
         self._weights.write(weights, self._beside.changes(), copies)
+        self._pool.follow(self._weights)
 
     # ---- what the pool is asked for
 
@@ -199,11 +225,13 @@ class Replicas:
             own = {env: values[env] for env in range(first, last)}
             requests[k] = SetAttr(self._packed((name, own), {f"values[{env}]": value for env, value in own.items()}))
         with self._rebuilding():
-            self._pool.set_attr(name, values, requests)
+            for failed in self._pool.set_attr(name, values, requests).values():
+                raise failed
 
     def spaces(self) -> tuple[Space[Any], Space[Any]]:
         with self._rebuilding():
-            return self._pool.spaces()
+            spaces: tuple[Space[Any], Space[Any]] = opened(self._pool.spaces())
+        return spaces
 
     def stats(self) -> dict[str, Any]:
         return self._pool.stats()

@@ -90,6 +90,10 @@ class SharedWeights:
         """What was published beside the latest version."""
         return self._locked(fcntl.LOCK_SH, self._beside)
 
+    def image(self) -> tuple[int, bytes]:
+        """The latest version's number, and all that the file holds of it, for `install` on another machine."""
+        return self._locked(fcntl.LOCK_SH, self._image)
+
     def read_into(self, weights: Mapping[str, Tensor], known: int) -> tuple[int, bytes]:
         """Copies the latest version into `weights`, unless that is the `known` one.
 
@@ -117,6 +121,10 @@ class SharedWeights:
         _, place, length = self._head.tolist()
         return os.pread(self.fd, length, place)
 
+    def _image(self) -> tuple[int, bytes]:
+        version, place, length = self._head.tolist()
+        return version, os.pread(self.fd, max(self._end, place + length), 0)
+
     def _locked(self, kind: int, act: Callable[..., Result], *arguments: object) -> Result:
         with self._threads:
             try:
@@ -124,6 +132,17 @@ class SharedWeights:
                 return act(*arguments)
             finally:  # no context manager: a handler that raises where one begins or ends would leave the lock held
                 fcntl.lockf(self.fd, fcntl.LOCK_UN)
+
+
+def install(fd: int, image: bytes) -> None:
+    """Makes a file that replicas follow what another one was, see `SharedWeights.image`. One thread at a time."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+        done = 0
+        while done < len(image):  # the kernel writes 2 GB at a time
+            done += os.pwrite(fd, memoryview(image)[done:], done)
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 Publication = tuple[SharedWeights, Mapping[str, Tensor], bytes]

@@ -1,0 +1,443 @@
+"""The driver's end of all node hosts: orders, waits, pings, losses and successors."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from muster.errors import ClosedError, NodeLost, SpecMismatch, WorkerName
+from muster.hosts.requests import Call, KeptAttributes, SetAttr
+from muster.introspection import caller_stacklevel
+from muster.pool.deaths import Nouns
+from muster.pool.logs import hand_over
+from muster.pool.place import Budget
+from muster.rollout.cluster.engine import Engine, Host, HostGone, Ticket
+from muster.rollout.cluster.node_host import Answered, Attributes, NodeBatch, packed_plan
+from muster.rollout.cluster.nodes import shares
+from muster.rollout.collector_set import Filled
+from muster.rollout.processes.batch_memory import BatchLayout
+from muster.rollout.processes.fates import ReplicaFailed
+from muster.rollout.processes.replica_pool import PoolPlan
+from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
+from muster.rollout.storage import Final, Loss, Storage
+
+_SLICE_S, _PING_S, _CLOSE_S, _STATS_S = 0.05, 0.5, 5.0, 2.0
+
+
+@dataclass(eq=False)
+class _Member:
+    """One node as the fleet sees it.
+
+    collectors, envs: those of it, by their indices among all.  host: the current node host.  state: see `Fleet.nodes`.
+    version: of the weights that it was sent last.  heard_at, pinged_at: when it spoke, and was asked to, last.
+    silent_s: how long it may be silent.  reason: why the one before was lost.
+    """
+
+    index: int
+    collectors: range
+    envs: range
+    plan: bytes
+    host: Host
+    state: str = "starting"
+    version: int = 0
+    heard_at: float = field(default_factory=time.monotonic)
+    pinged_at: float = 0.0
+    silent_s: float = math.inf
+    restarts: int = 0
+    reason: str = ""
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> WorkerName:
+        return WorkerName("node", self.index, self.envs)
+
+
+class Fleet:
+    """Runs replicas on several nodes: a `RunsReplicas`. The arguments: see `ReplicaPool`.
+
+    A node whose host ends, or says nothing for `node_timeout`, is lost. With `max_restarts` its part of batches is
+    masked until its successor is there; nobody waits for that. Otherwise that raises NodeLost.
+    """
+
+    def __init__(self, plan: PoolPlan, attributes: KeptAttributes, engine: Engine) -> None:
+        self._plan, self._attributes, self._engine = plan, attributes, engine
+        self._count, self._num_envs = len(plan.plans), plan.plans[-1].envs.stop
+        self._budget = Budget(plan.max_restarts or 0, Nouns("node"))
+        self._owed: dict[Ticket, tuple[_Member, str]] = {}
+        self._answers: dict[Ticket, Any] = {}
+        self._batches: dict[_Member, Ticket] = {}  # the batches under way
+        self._ready: deque[Filled] = deque()
+        self._notes: list[str] = []
+        self._number = 0  # of the batch
+        self._closed, self._is_cut_short = False, False
+        self._frames = 0  # of a collector, before the last reset
+        self._weights: SharedWeights | None = None
+        self._image: tuple[int, bytes] = 0, b""
+        self._seeds: Sequence[int | None] = [None] * self._count
+        self._members: list[_Member] = []
+        weakref.finalize(self, engine.close)
+        for index, own in enumerate(shares(self._count, engine.places(self._count))):
+            envs = range(plan.plans[own.start].envs.start, plan.plans[own.stop - 1].envs.stop)
+            packed = packed_plan(plan.of(own, index), self._num_envs)
+            self._members.append(_Member(index, own, envs, packed, engine.start(index, packed)))
+        for one in plan.plans:
+            one.big.clear()  # the packed plans have them
+
+    # ---- what `Replicas` asks for
+
+    def start(self, seeds: Sequence[int | None]) -> None:
+        self._seeds = seeds
+        own = {member: seeds[member.collectors.start : member.collectors.stop] for member in self._members}
+        orders: dict[_Member, tuple[Any, ...]] = {member: ("start", its, {}) for member, its in own.items()}
+        answers = self._ask(orders)
+        self._facts = [*answers.values()]
+        fields = self._facts[0][0]
+        for member, facts in answers.items():
+            if facts[0] != fields:
+                raise SpecMismatch(f"{member.name} has {facts[0]}, but node 0 {fields}; all collectors must be alike")
+        self._fields = fields
+        self._layouts = [plan.content.layout(fields) for plan in self._plan.plans]
+
+    def weights(self) -> dict[str, Tensor]:
+        built: dict[str, Tensor] = self._facts[0][1]
+        return built
+
+    def shapes(self) -> list[WeightShapes]:
+        return [shapes for facts in self._facts for shapes in facts[2]]
+
+    def follow(self, weights: SharedWeights) -> None:
+        self._weights = weights
+        if not self._plan.sync and self._image[0]:  # not awaited, nor before the first batch
+            version, image = weights.image()
+            order = pickle.dumps(("weights", version, image))
+            for member in self._up():
+                member.version = max(member.version, version)
+                member.host.ask(order, beside=True)
+
+    def reset(self, seeds: Sequence[int | None], frames: int = 0) -> None:
+        self.give_up()
+        self._seeds, self._frames = seeds, frames // self._count
+        orders = {}
+        for member in self._members:
+            own = member.collectors
+            orders[member] = "reset", seeds[own.start : own.stop], self._frames * len(own)
+        self._ask_there(orders)
+
+    def call(self, request: Call, words: str) -> list[bytes]:
+        for member in self._members:
+            if member.state != "up":
+                raise self._lost(member)
+        answers = self._ask(dict.fromkeys(self._members, ("call", request.arguments.data, words)))
+        for member in self._members:
+            if member not in answers:
+                raise self._lost(member)
+        return [result for results in answers.values() for result in results]
+
+    def set_attr(
+        self, name: str, values: Mapping[int, Any], requests: Mapping[int, SetAttr]
+    ) -> Mapping[int, ReplicaFailed]:
+        def act() -> dict[int, ReplicaFailed]:
+            orders = {}
+            for member in self._members:
+                own = {env: self._attributes[env][name].data for env in member.envs}
+                to = {i: requests[k].arguments.data for i, k in enumerate(member.collectors)}
+                orders[member] = "set_attr", name, own, to
+            return {env: error for refused in self._ask_there(orders).values() for env, error in refused.items()}
+
+        return self._attributes.set(name, values, act)
+
+    def spaces(self) -> bytes:
+        packed: bytes = next(iter(self._ask(dict.fromkeys(self._up()[:1], ("spaces",))).values()))
+        return packed
+
+    def stats(self) -> dict[str, Any]:
+        """As of `ReplicaPool`; of a node that does not answer, the last that is known."""
+        if not self._closed:
+            tickets = {member: self._send(member, "stats", beside=True) for member in self._up()}
+            self._await(tickets, time.monotonic() + _STATS_S)
+            for member, ticket in tickets.items():
+                answer = self._answers.pop(ticket, None)
+                self._owed.pop(ticket, None)
+                member.stats = {**member.stats, "stale": True} if answer is None else answer.content
+        known = [(member, member.stats) for member in self._members if member.stats]
+        sums = {key: sum(stats[key] for _, stats in known) for key in ("env_steps", "restarts", "processes")}
+        return {**sums, "workers": [{**one, "node": m.index} for m, stats in known for one in stats["workers"]]}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """What `MultiCollector.nodes` returns."""
+        return [
+            {
+                "index": member.index,
+                "host": member.host.host,
+                "node_id": member.host.node_id,
+                "state": member.state,
+                "collectors": member.collectors,
+                "policy_version": member.version,
+                "reason": member.reason,
+            }
+            for member in self._members
+        ]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        limits = self._plan.close_limits
+        tickets = {m.host.ask(pickle.dumps(("close",)), beside=True): m for m in self._members if m.state == "up"}
+        until = time.monotonic() + limits.busy_s + limits.call_s + _CLOSE_S
+        if math.isinf(limits.call_s):
+            until = time.monotonic() + limits.part_s * self._num_envs + limits.busy_s + _CLOSE_S
+        try:
+            while tickets and time.monotonic() < until:
+                for ticket, data in self._engine.wait(tickets, _SLICE_S).items():
+                    member = tickets.pop(ticket)
+                    if not isinstance(data, HostGone):
+                        self._tell(member, pickle.loads(data))
+        finally:
+            self._engine.close()
+
+    # ---- collecting
+
+    def collect(self) -> Filled:
+        if self._is_cut_short:
+            self.give_up()
+        self._hear(0.0)
+        return self._collect_all() if self._plan.sync else self._collect_first()
+
+    def give_up(self) -> None:
+        self._ready.clear()
+        if not self._closed:
+            self._stop()
+        for ticket in self._batches.values():
+            self._owed.pop(ticket, None)
+            self._answers.pop(ticket, None)
+        self._batches.clear()
+        self._is_cut_short = False
+        if self._closed:
+            return
+        self._ask(dict.fromkeys(self._up(), ("give_up",)))
+
+    def _collect_all(self) -> Filled:
+        storage = self._layouts[0].storage(_block(self._layouts[0]))
+        versions, missing = np.zeros(storage.N, np.int64), {*self._members}
+        self._order(self._up())
+        ordered, done = self._image[0], 0
+        while self._batches:
+            self._is_cut_short = True
+            self._hear(_SLICE_S)
+            for member, batch in self._arrived():
+                part = slice(member.envs.start, member.envs.stop)
+                self._fill(storage, part, batch)
+                versions[part] = batch.versions
+                self._check(member, storage.mask[:, part], batch.versions, ordered)
+                missing.discard(member)
+                done += len(member.collectors)
+            if self._batches and done >= self._plan.threshold:
+                self._stop()
+        self._is_cut_short = False
+        for member in missing:
+            storage.blank(slice(member.envs.start, member.envs.stop))
+        if len(missing) == len(self._members):
+            raise self._lost(self._members[0])
+        storage.finals.sort(key=lambda one: (one.time, one.env))
+        storage.losses.sort(key=lambda one: (one.time, one.env))
+        return Filled(storage, 0, versions, self._take_notes())
+
+    def _collect_first(self) -> Filled:
+        while not self._ready:
+            self._order_idle()
+            if not self._up():
+                raise self._lost(self._members[0])
+            self._take_ready(_SLICE_S)
+        self._order_idle()  # at most one batch of each node waits besides those there
+        return self._ready.popleft()._replace(notes=self._take_notes())
+
+    def _order_idle(self) -> None:
+        self._order([member for member in self._up() if member not in self._batches])
+
+    def _take_ready(self, timeout_s: float) -> None:
+        self._hear(timeout_s)
+        for _, batch in self._arrived():
+            k = next(k for k, plan in enumerate(self._plan.plans) if plan.envs.start == batch.first_env)
+            storage = self._layouts[k].storage(_block(self._layouts[k]))
+            self._fill(storage, slice(0, storage.N), batch)
+            self._ready.append(Filled(storage, batch.first_env, batch.versions))
+
+    def _order(self, members: Sequence[_Member]) -> None:
+        assert self._weights is not None
+        if members and self._weights.version != self._image[0]:
+            self._image = self._weights.image()
+        self._number += 1
+        for member in members:
+            has_them = member.version >= self._image[0]
+            member.version = max(member.version, self._image[0])
+            self._batches[member] = self._send(member, "collect", self._number, None if has_them else self._image)
+
+    def _arrived(self) -> list[tuple[_Member, NodeBatch]]:
+        """The batches that have come. Raises what a node has failed with."""
+        done = [(member, ticket) for member, ticket in self._batches.items() if ticket in self._answers]
+        for member, _ in done:
+            del self._batches[member]
+        return [(member, self._content(member, self._answers.pop(ticket))) for member, ticket in done]
+
+    def _fill(self, storage: Storage, part: slice, batch: NodeBatch) -> None:
+        for own, column in zip(storage.columns(), batch.columns, strict=True):
+            own[part] = column
+        storage.finals += [Final(one.time, part.start + one.env, one.leaves) for one in batch.finals]
+        storage.losses += [Loss(one.time, part.start + one.env, one.reason) for one in batch.losses]
+        self._notes += batch.notes
+
+    def _check(self, member: _Member, mask: Any, versions: Any, ordered: int) -> None:
+        """Raises NodeLost where rows have other weights than those that were ordered."""
+        if (mask.any(axis=0) & (versions != ordered)).any():
+            member.reason = f"it acted with weights {versions.tolist()}, ordered were {ordered}"
+            self.close()
+            raise self._lost(member)
+
+    def _stop(self) -> None:
+        for member in self._batches:
+            self._send(member, "stop", self._number, beside=True, awaited=False)
+
+    def _take_notes(self) -> list[str]:
+        notes, self._notes = self._notes, []
+        return notes
+
+    # ---- orders and answers
+
+    def _up(self) -> list[_Member]:
+        return [member for member in self._members if member.state == "up"]
+
+    def _send(self, member: _Member, *order: Any, beside: bool = False, awaited: bool = True) -> Ticket:
+        """Gives an order. awaited: whether anybody takes the answer."""
+        ticket = member.host.ask(pickle.dumps(order), beside=beside)
+        self._owed[ticket] = member, order[0] if awaited else ""
+        return ticket
+
+    def _ask(self, orders: Mapping[_Member, tuple[Any, ...]]) -> dict[_Member, Any]:
+        """Gives orders between batches; returns the contents of the answers, without those of nodes that were lost."""
+        self._require_open()
+        if self._is_cut_short:
+            self.give_up()
+        tickets = {member: self._send(member, *order) for member, order in orders.items()}
+        self._await(tickets, math.inf)
+        answers = {member: self._answers.pop(ticket) for member, ticket in tickets.items() if ticket in self._answers}
+        return {member: self._content(member, answer) for member, answer in answers.items()}
+
+    def _ask_there(self, orders: Mapping[_Member, tuple[Any, ...]]) -> dict[_Member, Any]:
+        """As `_ask`. Nodes that are starting get the orders, too: they come after their start, which nobody awaits."""
+        for member, order in orders.items():
+            if member.state == "starting":
+                self._send(member, *order, awaited=False)
+        return self._ask({member: order for member, order in orders.items() if member.state == "up"})
+
+    def _await(self, tickets: Mapping[_Member, Ticket], until: float) -> None:
+        while any(ticket in self._owed for ticket in tickets.values()) and time.monotonic() < until:
+            self._hear(_SLICE_S)
+
+    def _content(self, member: _Member, answer: Answered) -> Any:
+        if answer.failure is None:
+            return answer.content
+        if answer.closed:
+            self.close()
+        raise answer.failure
+
+    def _hear(self, timeout_s: float) -> None:
+        """Takes what has come, once there is something; pings, and sees who is lost and who is there."""
+        self._require_open()
+        now = time.monotonic()
+        for member in self._members:
+            if member.state == "up" and member.pinged_at <= member.heard_at and now - member.pinged_at > _PING_S:
+                member.pinged_at = now
+                self._send(member, "ping", beside=True, awaited=False)
+        for ticket, data in self._engine.wait([*self._owed], timeout_s).items():
+            if ticket not in self._owed:
+                continue  # of a node that was lost meanwhile
+            member, name = self._owed.pop(ticket)
+            member.heard_at = max(time.monotonic(), member.pinged_at)
+            if isinstance(data, HostGone):
+                self._lose(member, data.reason)
+                continue
+            answer: Answered = pickle.loads(data)
+            self._tell(member, answer)
+            if name == "start":
+                self._is_started(member, answer, ticket)
+            elif name:
+                self._answers[ticket] = answer
+        for member in self._up():
+            silent_s = time.monotonic() - member.pinged_at
+            if member.pinged_at > member.heard_at and silent_s > self._engine.node_timeout:
+                self._lose(member, f"nothing was heard from it for {silent_s:.3g} s")
+
+    def _tell(self, member: _Member, answer: Answered) -> None:
+        """Hands on what has happened on a node besides."""
+        where = {"node_index": member.index, "host": member.host.host}
+        hand_over(answer.logs, answer.lost_logs, where)
+        for text, category in answer.warned:
+            warnings.warn(f"node {member.index} ({member.host.host}): {text}", category, stacklevel=caller_stacklevel())
+
+    # ---- losses
+
+    def _is_started(self, member: _Member, answer: Answered, ticket: Ticket) -> None:
+        if not member.restarts:
+            self._answers[ticket] = answer
+            member.state = "up" if answer.failure is None else "lost"
+        elif answer.failure is None and answer.content[0] == self._fields:
+            member.state = "up"
+        else:
+            self._lose(member, str(answer.failure or "its collectors have other fields than those before"))
+
+    def _lose(self, member: _Member, reason: str) -> None:
+        """Gives up a node host; begins to start another where that may help, and raises NodeLost otherwise."""
+        member.state, member.reason = "lost", reason
+        member.host.kill()
+        self._owed = {ticket: one for ticket, one in self._owed.items() if one[0] is not member}
+        self._batches.pop(member, None)
+        never = self._plan.max_restarts is None or not self._image[0]  # not even a first batch
+        if never or len(self._up()) < self._engine.min_nodes:
+            self.close()
+            raise self._lost(member)
+        try:
+            self._budget.spend(member.index, reason)
+        except BaseException:
+            self.close()
+            raise
+        self._notes.append(
+            f"node {member.index} ({member.host.host}) is lost: {reason}. The parts of its {len(member.collectors)} "
+            "collectors are masked until another is in its place"
+        )
+        member.restarts += 1
+        member.version, member.state, member.pinged_at = 0, "starting", 0.0
+        member.host = self._engine.start(member.index, member.plan)
+        self._send(member, "start", self._seeds_after(member), self._kept(member.envs))
+
+    def _seeds_after(self, member: _Member) -> list[int | None]:
+        seeds = [self._seeds[k] for k in member.collectors]
+        keys = 0, member.restarts  # a collector's own successors have one number
+        return [
+            None if seed is None else int(np.random.SeedSequence(seed, spawn_key=keys).generate_state(1)[0])
+            for seed in seeds
+        ]
+
+    def _kept(self, envs: range) -> Attributes:
+        return {env: {name: value.data for name, value in self._attributes[env].items()} for env in envs}
+
+    def _lost(self, member: _Member) -> NodeLost:
+        return NodeLost(member.name, member.host.host, member.reason)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the nodes' collectors are closed")
+
+
+def _block(layout: BatchLayout) -> Any:
+    return np.empty(layout.block_bytes, np.uint8)
