@@ -189,9 +189,10 @@ connect("10.9.8.7:1")
     assert f"this process is connected to the Ray cluster at {cluster.address}" in text
 
 
-@pytest.mark.parametrize("mode", ["token", None])
-def test_a_wrong_token_and_none_are_said_to_be_that(cluster: RayCluster, mode: str | None, tmp_path: Path):
-    token = "wrong" if mode else None
+@pytest.mark.parametrize(("mode", "token"), [("token", "wrong"), ("token", None), (None, None)])
+def test_a_wrong_token_and_none_are_said_to_be_that(
+    cluster: RayCluster, mode: str | None, token: str | None, tmp_path: Path
+):
     environ = {**cluster.environ, "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": token, "HOME": str(tmp_path)}
     kind, text = seen_by(f"connect({cluster.address!r})", **environ)["error"]
     assert kind == "ConfigError"
@@ -219,7 +220,9 @@ def test_a_machine_without_a_raylet_is_told_to_start_one():
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)  # Ray alone waits for ever
-def test_what_listens_and_is_no_head_is_given_up_in_time():
+def test_what_listens_and_is_no_head_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "some")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"something listens at {address}, but a process could not join"):

@@ -113,8 +113,9 @@ _shared: Connection | None = None
 def connect(address: str | None = "auto") -> Connection:
     """A connection of this process, by which `ray` can be used.
 
-    address: ``"auto"`` or None for what is initialised, else RAY_ADDRESS, else this machine's cluster; ``"local"`` for
-    a new one on 127.0.0.1, which ends with the connection; or the head's ``host:port``.
+    address: the head's ``host:port``; ``"auto"`` or None for RAY_ADDRESS, else this machine's cluster; ``"local"`` for
+    a new one on 127.0.0.1, which ends with the connection. What is initialised counts before "auto" and "local": a
+    process has one cluster at a time.
 
     Raises ImportError where Ray is not installed, ConfigError where there is no way to connect.
     """
@@ -141,9 +142,10 @@ def _connect(address: str | None) -> Connection:
         address = os.environ.get("RAY_ADDRESS") or _of_this_machine()
     _require_port(address)
     _try_in_child(address)
-    with _kept_surroundings():
+    with contextlib.ExitStack() as undone, _kept_surroundings():
         import ray
 
+        undone.callback(ray.shutdown)
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
         except (Exception, SystemExit) as error:
@@ -151,6 +153,7 @@ def _connect(address: str | None) -> Connection:
                 f"this process cannot connect to the Ray cluster at {address}, and a child of it could: {error}. Set "
                 f"RAY_AUTH_MODE, RAY_AUTH_TOKEN and {_LOOPBACK} before `import ray`"
             ) from error
+        undone.pop_all()
         return Connection(_address_here(ray))
 
 
@@ -247,15 +250,16 @@ def _try_in_child(address: str) -> None:
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         command = [sys.executable, "-P", "-c", _CHILD, address]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        facts: dict[str, Any] = {}
         try:
-            out = subprocess.run(
+            done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, timeout=_CHILD_S, env=environ
-            ).stdout
+            )
+            out, facts["died"] = done.stdout, done.returncode != 0  # not of its own
         except subprocess.TimeoutExpired as expired:
             out = expired.stdout or b""
         printed.seek(0)
         last = next((line for line in reversed(printed.read().splitlines()) if line.strip()), "")
-    facts: dict[str, Any] = {}
     for line in out.splitlines():
         facts |= json.loads(line)
     if "nodes" not in facts:
@@ -264,7 +268,9 @@ def _try_in_child(address: str) -> None:
 
 def _why_not(address: str, facts: dict[str, Any], last: str) -> str:
     """The reason why a child did not connect. facts: what it said.  last: its last line on stderr."""
-    if "AuthenticationError" in facts.get("error", ()) or (not facts and os.environ.get("RAY_AUTH_MODE") == "token"):
+    # Where it is to have a token and has none, Ray ends it at its first call.
+    ended = facts.get("died") and "cluster" not in facts and os.environ.get("RAY_AUTH_MODE") == "token"
+    if ended or "AuthenticationError" in facts.get("error", ()):
         return (
             f"the Ray cluster at {address} lets nobody in without its token, and the one here is missing or wrong: set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, to what the cluster was started with, before `import ray`"
