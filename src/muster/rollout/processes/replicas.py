@@ -252,7 +252,8 @@ class Replicas:
         try:
             yield
         except ReplicaFailed as failed:
-            raise failed.error() from None
+            error = failed.error()
+            raise error from error.__cause__
         except ClosedError:
             raise ClosedError("the collector processes have ended; make another MultiCollector") from None
 

@@ -1,0 +1,184 @@
+"""Nodes that are lost: their columns are masked, or NodeLost is raised; another takes their place meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import signal
+import time
+
+import pytest
+import torch
+from collecting import count_env
+from torch import nn
+
+import muster
+from local_nodes import LocalNodes
+from muster.errors import NodeLost
+from muster.rollout.multi_collector import MultiCollector
+from processes import descendants
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:node . .local:RuntimeWarning")]
+
+
+class Constant(nn.Module):
+    """Acts its one weight."""
+
+    def __init__(self, action: int = 0) -> None:
+        super().__init__()
+        self.best = nn.Parameter(torch.tensor(float(action)))
+
+    def forward(self, obs):
+        return self.best.long().expand(len(obs))
+
+
+def collecting(cluster, **options):
+    options = {"num_collectors": 2, "frames_per_batch": 16, "on_failure": "restart", "policy": Constant(), **options}
+    return MultiCollector(count_env(), cluster=cluster, seed=3, **options)
+
+
+def masks(collector):
+    """A batch, and for each env whether it is there."""
+    batch = collector.rollout()
+    return batch, batch["collector", "mask"].all(1).tolist()
+
+
+def until_back(collector):
+    """Batches until none is masked; the last one of them."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        batch, there = masks(collector)
+        if all(there):
+            return batch
+        assert there[0]
+        time.sleep(0.1)
+    raise AssertionError(collector.nodes())
+
+
+def test_a_killed_node_is_masked_until_its_successor_has_weights_and_attributes():
+    cluster, policy = LocalNodes(), Constant()
+    with collecting(cluster, policy=policy) as collector:
+        collector.rollout()
+        collector.set_attr("told", ["a", "b"])
+        with torch.no_grad():
+            policy.best.fill_(7)
+        collector.update_policy_weights_()
+        cluster.hosts[1].process.kill()
+        cluster.hosts[1].process.wait()
+        with pytest.warns(RuntimeWarning, match=r"node 1 \(local-1\) is lost: its process has ended \(exit code -9\)"):
+            batch, there = masks(collector)
+        assert there == [True, False]
+        assert batch["next", "truncated"][1].squeeze(-1).tolist() == [True] + [False] * 7
+        assert collector.nodes()[1]["state"] == "starting"
+        with pytest.raises(NodeLost, match="node 1"):
+            collector.get_attr("told")
+        collector.set_attr("later", ["c", "d"])
+        batch = until_back(collector)
+        assert batch["action"].unique().tolist() == [7]
+        assert batch["collector", "policy_version"].unique().tolist() == [2]
+        assert collector.get_attr("told") == ("a", "b")
+        assert collector.get_attr("later") == ("c", "d")
+        assert [node["state"] for node in collector.nodes()] == ["up", "up"]
+        assert [worker["node"] for worker in collector.stats()["collectors"]["workers"]] == [0, 1]
+
+
+@pytest.mark.parametrize("options", [{"on_failure": "raise"}, pytest.param({}, marks=pytest.mark.slow)])
+def test_a_loss_is_an_error_where_nodes_are_not_replaced_or_too_few(options):
+    cluster = LocalNodes(min_nodes=1 if options else 2)
+    with collecting(cluster, **options) as collector:
+        collector.rollout()
+        cluster.hosts[1].process.kill()
+        with pytest.raises(NodeLost) as raised:
+            collector.rollout()
+    assert (raised.value.host, raised.value.env_indices) == ("local-1", (1,))
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    assert all(host.process.poll() is not None for host in cluster.hosts)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_silent_is_lost_and_what_it_says_later_is_ignored():
+    cluster = LocalNodes(node_timeout=2.0)
+    with collecting(cluster) as collector:
+        collector.rollout()
+        os.kill(cluster.hosts[1].process.pid, signal.SIGSTOP)
+        with pytest.warns(RuntimeWarning, match="nothing was heard from it for 2"):
+            _, there = masks(collector)
+        assert there == [True, False]
+        until_back(collector)
+        assert len(cluster.hosts) == 3
+
+
+@pytest.mark.slow
+def test_batches_of_single_collectors_go_on_without_a_lost_node():
+    cluster, policy = LocalNodes(), Constant()
+    with collecting(cluster, policy=policy, sync=False) as collector:
+        seen = {int(collector.rollout()["collector", "policy_version"][0, 0]) for _ in range(4)}
+        assert seen == {1}
+        with torch.no_grad():
+            policy.best.fill_(3)
+        collector.update_policy_weights_()
+        late = [collector.rollout() for _ in range(8)][-1]
+        assert late["action"].unique().tolist() == [3]
+        cluster.hosts[0].process.kill()
+        deadline = time.monotonic() + 60
+        while collector.nodes()[0]["reason"] == "" or collector.nodes()[0]["state"] != "up":
+            assert collector.rollout()["action"].unique().tolist() == [3]
+            assert time.monotonic() < deadline
+        assert collector.call(node_of) == (0, 1)
+
+
+def node_of(env, i):
+    return muster.get_worker_info().node_index
+
+
+class OldWeights(LocalNodes):
+    """Loses the weights on their way to node 1 from the second version on."""
+
+    def start(self, index, plan):
+        host = super().start(index, plan)
+        ask = host.ask
+
+        def drop(order, *, beside=False):
+            name, *others = pickle.loads(order)
+            if index == 1 and name == "collect" and others[1] is not None and others[1][0] > 1:
+                order = pickle.dumps((name, others[0], None))
+            return ask(order, beside=beside)
+
+        host.ask = drop
+        return host
+
+
+@pytest.mark.slow
+def test_rows_of_other_weights_than_those_ordered_are_an_error():
+    with collecting(OldWeights()) as collector:
+        collector.rollout()
+        collector.update_policy_weights_()
+        with pytest.raises(NodeLost, match=r"node 1 .*acted with weights \[1\], ordered were 2"):
+            collector.rollout()
+
+
+@pytest.mark.slow
+def test_nothing_stays_when_the_collector_is_dropped():
+    before = descendants(os.getpid())
+    collector = collecting(LocalNodes())
+    collector.rollout()
+    del collector
+    deadline = time.monotonic() + 20
+    while descendants(os.getpid()).keys() - before.keys() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = descendants(os.getpid()).keys() - before.keys()
+    assert not {name for name in left if "launcher" not in name}
+
+
+def test_the_error_of_an_env_is_that_of_home():
+    with collecting(LocalNodes(1), on_failure="raise") as collector:
+        with pytest.raises(muster.errors.EnvError) as raised:
+            collector.call(functools.partial(divide, by=0))
+        assert raised.value.env_index == 0
+        assert "ZeroDivisionError: division by zero" in raised.value.__notes__[0]
+        assert collector.call(functools.partial(divide, by=1)) == (0.0, 1.0)
+
+
+def divide(env, i, by):
+    return i / by
