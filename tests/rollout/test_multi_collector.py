@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from collecting import zeros_policy
+from collecting import Constant, zeros_policy
 from counting_env import CountingEnv, FailingEnv, NoisyEnv
 from gymnasium import spaces
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -36,17 +36,6 @@ from slow import slow
 
 # A forked process has PyTorch already; the default, a fresh one, takes seconds to import it.
 MultiCollector = functools.partial(AnyMultiCollector, context="fork")
-
-
-class Constant(nn.Module):
-    """Acts its one weight."""
-
-    def __init__(self, action: int = 0) -> None:
-        super().__init__()
-        self.best = nn.Parameter(torch.tensor(float(action)))
-
-    def forward(self, obs):
-        return self.best.long().expand(len(obs))
 
 
 class Locked(Constant):

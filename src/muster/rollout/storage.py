@@ -180,6 +180,11 @@ class Storage:
         self.losses.append(loss)
         self.mask[loss.time, loss.env] = False
 
+    def add_ends(self, finals: Sequence[Final], losses: Sequence[Loss], first_env: int) -> None:
+        """Adds what others have kept beside the columns of envs from `first_env` on, which they count from 0."""
+        self.finals += [Final(one.time, first_env + one.env, one.leaves) for one in finals]
+        self.losses += [Loss(one.time, first_env + one.env, one.reason) for one in losses]
+
     def to_batch(self, traj_ids: Array) -> TensorDict:
         """The batch ``[N, T]``, on the memory of this storage. traj_ids: int64 ``[T, N]``.
 

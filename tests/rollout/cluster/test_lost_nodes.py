@@ -10,8 +10,7 @@ import time
 
 import pytest
 import torch
-from collecting import count_env
-from torch import nn
+from collecting import Constant, count_env
 
 import muster
 from local_nodes import LocalNodes
@@ -20,17 +19,6 @@ from muster.rollout.multi_collector import MultiCollector
 from processes import descendants
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:node . .local:RuntimeWarning")]
-
-
-class Constant(nn.Module):
-    """Acts its one weight."""
-
-    def __init__(self, action: int = 0) -> None:
-        super().__init__()
-        self.best = nn.Parameter(torch.tensor(float(action)))
-
-    def forward(self, obs):
-        return self.best.long().expand(len(obs))
 
 
 def collecting(cluster, **options):

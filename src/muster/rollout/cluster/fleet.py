@@ -29,7 +29,7 @@ from muster.rollout.processes.batch_memory import BatchLayout
 from muster.rollout.processes.fates import ReplicaFailed
 from muster.rollout.processes.replica_pool import PoolPlan
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
-from muster.rollout.storage import Final, Loss, Storage
+from muster.rollout.storage import Storage
 
 _SLICE_S, _PING_S, _CLOSE_S, _STATS_S = 0.05, 0.5, 5.0, 2.0
 
@@ -293,8 +293,7 @@ class Fleet:
     def _fill(self, storage: Storage, part: slice, batch: NodeBatch) -> None:
         for own, column in zip(storage.columns(), batch.columns, strict=True):
             own[part] = column
-        storage.finals += [Final(one.time, part.start + one.env, one.leaves) for one in batch.finals]
-        storage.losses += [Loss(one.time, part.start + one.env, one.reason) for one in batch.losses]
+        storage.add_ends(batch.finals, batch.losses, part.start)
         self._notes += batch.notes
 
     def _check(self, member: _Member, mask: Any, versions: Any, ordered: int) -> None:

@@ -40,7 +40,7 @@ from muster.rollout.processes.replica import (
     ReplicaFields,
 )
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
-from muster.rollout.storage import Final, Loss, Storage
+from muster.rollout.storage import Storage
 
 # What launchers import for collectors.
 PRELOADS = (*ENV_PRELOADS, "muster.rollout.processes.replica")
@@ -369,8 +369,7 @@ class ReplicaPool:
                 "It goes on with what its constructor gives it: call set_attr again, or give the factory the value"
             )
         self._frames[collector] += int(storage.mask[:, part].sum())
-        storage.finals += [Final(one.time, part.start + one.env, one.leaves) for one in collected.finals]
-        storage.losses += [Loss(one.time, part.start + one.env, one.reason) for one in collected.losses]
+        storage.add_ends(collected.finals, collected.losses, part.start)
         return collected.version
 
     # ---- the pool
