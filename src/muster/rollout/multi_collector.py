@@ -29,6 +29,8 @@ from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.cluster.engine import Engine
 from muster.rollout.cluster.fleet import Fleet
+from muster.rollout.cluster.nodes import RayCluster
+from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
@@ -74,7 +76,9 @@ class MultiCollector(BatchSource):
     max_restarts: how often within a minute one collector's envs may raise, or the collector may be replaced, before an
         error is raised after all.
     collect_timeout: seconds that a collector may take for a batch before it is killed.
-    cluster: what starts node hosts, which run the collectors on other machines; internal so far.
+    cluster: None for collectors on this machine; a `muster.RayCluster`, or "ray" for its defaults, for collectors on
+        the nodes of a Ray cluster, split between them in the order of their indices. Batches are those of home. A node
+        that is lost is not waited for: its rows are masked until another is in its place, see `on_failure`.
     close_timeout: seconds that `shutdown` waits for each env's own ``close()``, see `make_vec`.
 
     Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[N, T]``, says which weights acted.
@@ -118,7 +122,7 @@ class MultiCollector(BatchSource):
         on_failure: str = "raise",
         max_restarts: int = 10,
         threads_per_collector: int = 1,
-        cluster: Engine | None = None,
+        cluster: RayCluster | Engine | str | None = None,
     ) -> None:
         super().__init__(
             frames_per_batch=frames_per_batch,
@@ -184,7 +188,8 @@ class MultiCollector(BatchSource):
 
     def _on_nodes(self, plan: PoolPlan, weights_fd: int, attributes: KeptAttributes) -> Fleet:
         assert self._cluster is not None
-        self._fleet = Fleet(plan, attributes, self._cluster)
+        engine = RayEngine(self._cluster) if isinstance(self._cluster, RayCluster) else self._cluster
+        self._fleet = Fleet(plan, attributes, engine)
         return self._fleet
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -296,11 +301,13 @@ class MultiCollector(BatchSource):
         return batch
 
 
-def _checked(cluster: Engine | None, context: str) -> Engine | None:
-    if cluster is None or (isinstance(cluster, Engine) and context != "fork"):
+def _checked(cluster: RayCluster | Engine | str | None, context: str) -> RayCluster | Engine | None:
+    if cluster == "ray":
+        cluster = RayCluster()
+    if not (cluster is None or isinstance(cluster, RayCluster | Engine)):
+        raise ConfigError("cluster", "None, 'ray' or a muster.RayCluster", cluster)
+    if cluster is None or context != "fork":
         return cluster
-    if not isinstance(cluster, Engine):
-        raise ConfigError(f"cluster must be None or what starts node hosts, got {type(cluster).__name__} {cluster!r}")
     raise ConfigError(
         'context="fork" has collectors inherit what this process holds, and those of cluster= start on other machines; '
         'leave context out, or use "forkserver" or "spawn"'

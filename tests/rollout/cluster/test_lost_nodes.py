@@ -15,6 +15,7 @@ from collecting import Constant, count_env
 import muster
 from local_nodes import LocalNodes
 from muster.errors import NodeLost
+from muster.rollout.cluster.node_host import opened, sealed
 from muster.rollout.multi_collector import MultiCollector
 from processes import descendants
 
@@ -123,14 +124,14 @@ def node_of(env, i):
 class OldWeights(LocalNodes):
     """Loses the weights on their way to node 1 from the second version on."""
 
-    def start(self, index, plan):
-        host = super().start(index, plan)
+    def start(self, index, collectors):
+        host = super().start(index, collectors)
         ask = host.ask
 
         def drop(order, *, beside=False):
-            name, *others = pickle.loads(order)
+            name, *others = opened(order)
             if index == 1 and name == "collect" and others[1] is not None and others[1][0] > 1:
-                order = pickle.dumps((name, others[0], None))
+                order = sealed((name, others[0], None))
             return ask(order, beside=beside)
 
         host.ask = drop

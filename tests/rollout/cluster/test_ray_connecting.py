@@ -21,7 +21,7 @@ import pytest
 
 import programs
 from muster.errors import ConfigError
-from muster.rollout.cluster.ray_engine import connect
+from muster.rollout.cluster.ray_connection import connect
 from processes import is_alive
 
 has_ray = importlib.util.find_spec("ray") is not None
@@ -31,7 +31,7 @@ LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # Says what has come of its lines: each is run with `connect`, `seen` and `surroundings`.
 PROGRAM = """
 import json, os, signal, sys
-from muster.rollout.cluster.ray_engine import connect
+from muster.rollout.cluster.ray_connection import connect
 
 def surroundings():
     return [repr(sys.excepthook), repr(signal.getsignal(signal.SIGTERM)), dict(os.environ), sys.path[0]]

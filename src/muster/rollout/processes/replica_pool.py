@@ -41,6 +41,7 @@ from muster.rollout.processes.replica import (
 )
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
+from muster.rollout.weights import Device
 
 # What launchers import for collectors.
 PRELOADS = (*ENV_PRELOADS, "muster.rollout.processes.replica")
@@ -62,14 +63,16 @@ class PoolPlan:
     sync: bool
     threshold: float
 
-    def of(self, collectors: range, node: int) -> PoolPlan:
-        """The plan of some collectors, which node `node` runs."""
+    def of(self, collectors: range, node: int, policy_device: Device = None) -> PoolPlan:
+        """The plan of some collectors, which node `node` runs. policy_device: None for that of all."""
         own = self.plans[collectors.start : collectors.stop]
         first, count = own[0].envs.start, own[-1].envs.stop - own[0].envs.start
         plans = [replace(plan, info=replace(plan.info, node_index=node)) for plan in own]
         for plan in plans if self.sync else ():
             part = plan.envs.start - first, plan.envs.stop - first
             plan.content = replace(plan.content, part=part, batch_envs=count)
+        for plan in () if policy_device is None else plans:
+            plan.content = replace(plan.content, options={**plan.content.options, "policy_device": policy_device})
         env = self.processes.worker_env
         return replace(
             self,
