@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from muster.errors import ClosedError, ConfigError, NodeLost, SpecMismatch, WorkerName
+from muster.errors import ClosedError, ConfigError, NodeLost, SpecMismatch
 from muster.hosts.requests import Call, KeptAttributes, SetAttr
 from muster.introspection import caller_stacklevel
 from muster.pool.deaths import Nouns
@@ -23,6 +23,7 @@ from muster.pool.logs import hand_over
 from muster.pool.notices import say
 from muster.pool.place import Budget
 from muster.rollout.cluster.engine import Engine, HostGone, Ticket
+from muster.rollout.cluster.member import Member
 from muster.rollout.cluster.node_host import (
     Answered,
     Attributes,
@@ -34,7 +35,6 @@ from muster.rollout.cluster.node_host import (
     packed_plan,
     sealed,
 )
-from muster.rollout.cluster.member import Member
 from muster.rollout.cluster.node_probe import compare_versions, missing_text, modules_named, versions_here
 from muster.rollout.cluster.nodes import shares
 from muster.rollout.collector_set import Filled

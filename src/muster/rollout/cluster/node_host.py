@@ -110,7 +110,7 @@ def opened(parcel: Parcel) -> Any:
 
 
 class NodeHost:
-    """A pool of replicas on a node, once it has a plan. host: the machine's name.  node_id: the engine's name for it."""
+    """A pool of replicas on a node, once it has a plan. host, node_id: how people and the engine name that."""
 
     def __init__(self, host: str, node_id: str) -> None:
         self.host, self.node_id = host, node_id
@@ -170,7 +170,7 @@ class NodeHost:
         """Has replicas follow these weights, unless they have newer ones."""
         with self._installing:
             if version > self._version:
-                install(self._weights_fd, memoryview(image))
+                install(self._weights_fd, image.data)
                 self._version = version
 
     def set_at_start(self, attributes: Attributes) -> None:
