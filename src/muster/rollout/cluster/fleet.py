@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import sys
@@ -18,12 +19,12 @@ from torch import Tensor
 from muster.errors import ClosedError, ConfigError, NodeLost, SpecMismatch
 from muster.hosts.requests import Call, KeptAttributes, SetAttr
 from muster.introspection import caller_stacklevel
+from muster.pool.closing import close_abandoned
 from muster.pool.deaths import Nouns
-from muster.pool.logs import hand_over
 from muster.pool.notices import say
 from muster.pool.place import Budget
 from muster.rollout.cluster.engine import Engine, HostGone, Ticket
-from muster.rollout.cluster.member import Member
+from muster.rollout.cluster.member import Member, close_all, tell
 from muster.rollout.cluster.node_host import (
     Answered,
     Attributes,
@@ -44,7 +45,7 @@ from muster.rollout.processes.replica_pool import PoolPlan
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
 
-_SLICE_S, _PING_S, _CLOSE_S, _STATS_S, _ROOM_S = 0.05, 0.5, 5.0, 2.0, 10.0
+_SLICE_S, _PING_S, _STATS_S, _ROOM_S = 0.05, 0.5, 2.0, 10.0
 
 
 class Fleet:
@@ -71,7 +72,9 @@ class Fleet:
         self._seeds: Sequence[int | None] = [None] * self._count
         self._modules = _modules_of(plan)
         self._members: list[Member] = []
-        weakref.finalize(self, engine.close)
+        self._finalizer = weakref.finalize(self, close_abandoned, close_all, engine, self._members)
+        self._finalizer.atexit = False
+        atexit.register(self._finalizer)  # after the engine's own hooks, so that it runs before them
         places = engine.places(self._count)
         for index, (place, own) in enumerate(zip(places, shares(self._count, places), strict=True)):
             envs = range(plan.plans[own.start].envs.start, plan.plans[own.stop - 1].envs.stop)
@@ -182,22 +185,10 @@ class Fleet:
         ]
 
     def close(self) -> None:
-        if self._closed:
-            return
         self._closed = True
-        limits = self._plan.close_limits
-        tickets = {m.host.ask(sealed(("close",)), beside=True): m for m in self._members if m.state == "up"}
-        until = time.monotonic() + limits.busy_s + limits.call_s + _CLOSE_S
-        if math.isinf(limits.call_s):
-            until = time.monotonic() + limits.part_s * self._num_envs + limits.busy_s + _CLOSE_S
-        try:
-            while tickets and time.monotonic() < until:
-                for ticket, data in self._engine.wait(tickets, _SLICE_S).items():
-                    member = tickets.pop(ticket)
-                    if not isinstance(data, HostGone):
-                        self._tell(member, opened(data))
-        finally:
-            self._engine.close()
+        if self._finalizer.detach() is not None:
+            atexit.unregister(self._finalizer)
+            close_all(self._plan.close_limits, self._engine, self._members)
 
     # ---- collecting
 
@@ -361,7 +352,7 @@ class Fleet:
                 self._lose(member, data.reason, is_final=data.is_final)
                 continue
             answer: Answered = opened(data)
-            self._tell(member, answer)
+            tell(member, answer)
             if name == "meet":
                 self._meet(member, answer)
             elif name == "start":
@@ -374,12 +365,6 @@ class Fleet:
                 self._lose(member, f"nothing was heard from it for {silent_s:.3g} s")
             elif not member.is_met:
                 self._look_for_room(member, time.monotonic() - member.launched_at)
-
-    def _tell(self, member: Member, answer: Answered) -> None:
-        """Hands on what has happened on a node besides."""
-        hand_over(answer.logs, answer.lost_logs, {"node_index": member.index, "host": member.where})
-        for text, category in answer.warned:
-            warnings.warn(f"node {member.index} ({member.where}): {text}", category, stacklevel=caller_stacklevel())
 
     # ---- starts
 

@@ -1,13 +1,21 @@
-"""A node of a fleet."""
+"""A node of a fleet: what the driver knows of it, what it tells besides, and how it ends."""
 
 from __future__ import annotations
 
+import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from muster.errors import WorkerName
-from muster.rollout.cluster.engine import Host
-from muster.rollout.cluster.node_host import Started
+from muster.introspection import caller_stacklevel
+from muster.pool.closing import CloseLimits
+from muster.pool.logs import hand_over
+from muster.rollout.cluster.engine import Engine, Host, HostGone
+from muster.rollout.cluster.node_host import Answered, Started, opened, sealed
+
+_SLICE_S, _ON_ITS_WAY_S = 0.05, 5.0
 
 
 @dataclass(eq=False)
@@ -43,3 +51,24 @@ class Member:
     @property
     def name(self) -> WorkerName:
         return WorkerName("node", self.index, self.envs)
+
+
+def tell(member: Member, answer: Answered) -> None:
+    """Hands on what has happened on a node besides."""
+    hand_over(answer.logs, answer.lost_logs, {"node_index": member.index, "host": member.where})
+    for text, category in answer.warned:
+        warnings.warn(f"node {member.index} ({member.where}): {text}", category, stacklevel=caller_stacklevel())
+
+
+def close_all(limits: CloseLimits, engine: Engine, members: Sequence[Member]) -> None:
+    """Closes the envs of all nodes at once, and ends what the engine has started. Lost nodes are left alone."""
+    until = time.monotonic() + limits.busy_s + min(limits.part_s, limits.call_s) + _ON_ITS_WAY_S
+    try:
+        tickets = {one.host.ask(sealed(("close", limits)), beside=True): one for one in members if one.state == "up"}
+        while tickets and time.monotonic() < until:
+            for ticket, data in engine.wait(tickets, _SLICE_S).items():
+                member = tickets.pop(ticket)
+                if not isinstance(data, HostGone):
+                    tell(member, opened(data))
+    finally:
+        engine.close()

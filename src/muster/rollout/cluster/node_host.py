@@ -19,6 +19,7 @@ from torch import Tensor
 
 from muster.errors import ClosedError
 from muster.hosts.requests import Call, KeptAttributes, Packed, SetAttr
+from muster.pool.closing import CloseLimits
 from muster.rollout.cluster.engine import Parcel
 from muster.rollout.cluster.node_probe import missing_here, versions_here
 from muster.rollout.fields import Array
@@ -178,10 +179,10 @@ class NodeHost:
         for env, of_env in attributes.items():
             self._attributes[env] = {name: Packed(data) for name, data in of_env.items()}
 
-    def close(self) -> None:
-        """Closes envs, and ends the collectors."""
+    def close(self, limits: CloseLimits | None = None) -> None:
+        """Closes envs, and ends the collectors. limits: None for those of the plan."""
         if self._pool is not None:
-            self._pool.close()
+            self._pool.close(limits)
 
     def _take_logs(self, data: bytes, lost: int) -> None:
         with self._guard:
@@ -254,5 +255,5 @@ class _Beside:
     def stats(self) -> dict[str, Any]:
         return self.host.pool.stats()
 
-    def close(self) -> None:
-        self.host.close()
+    def close(self, limits: CloseLimits) -> None:
+        self.host.close(limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import textwrap
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from muster.rollout.cluster.node_host import NodeHost
 from muster.rollout.cluster.nodes import Node, RayCluster
 from muster.rollout.cluster.ray_connection import Connection, ConnectionLost, connect, this_node
 
-_FETCH_S = 5.0
+_FETCH_S, _SHOWN_CHARACTERS = 5.0, 240
 _BESIDE = 4  # threads of a node host for what it does while it is busy
 
 
@@ -103,21 +104,22 @@ class RayEngine(Engine):
     def start(self, index: int, collectors: int) -> Host:
         spot = self._spots[index]
         settled = spot.node_id is not None
-        cpus = spot.wish.cpus if spot.wish.cpus is not None else min(collectors, spot.cpus if settled else collectors)
-        wished = {
-            "num_cpus": cpus,
-            "num_gpus": spot.wish.gpus,
-            "memory": spot.wish.memory_bytes,
-            "resources": spot.wish.resources and {**spot.wish.resources},
-            "label_selector": spot.wish.labels and {**spot.wish.labels},
-        }
-        self._asked[index] = asked = {name: value for name, value in wished.items() if value}
+        cpus = spot.wish.cpus
+        if cpus is None:
+            cpus = min(collectors, spot.cpus) if settled else collectors
+        wish = spot.wish
+        named = {"CPU": cpus, "GPU": wish.gpus, "memory": wish.memory_bytes or 0, **(wish.resources or {})}
+        self._asked[index] = {name: amount for name, amount in named.items() if amount}
         with self._connection.used() as ray:
             kind = ray.remote(concurrency_groups={"order": 1, "beside": _BESIDE})(NodeActor)
             actor = kind.options(
-                **{"num_cpus": 0, **asked},
+                num_cpus=cpus,
+                num_gpus=wish.gpus,
+                memory=wish.memory_bytes,
+                resources={**(wish.resources or {})},
+                label_selector={**(wish.labels or {})},
                 scheduling_strategy=self._strategy(ray, index, spot, is_first=index not in self._hosts),
-                runtime_env=self._cluster.runtime_env and {**self._cluster.runtime_env},
+                runtime_env={**(self._cluster.runtime_env or {})},
             )
             self._hosts[index] = RayHost(self._connection, actor.remote())
         return self._hosts[index]
@@ -154,13 +156,13 @@ class RayEngine(Engine):
             return HostGone(_in_a_line(error))
 
     def room(self, index: int) -> str:
-        asked = ", ".join(
-            f"{name}={value:g}" if isinstance(value, float | int) else f"{name}={value}"
-            for name, value in self._asked[index].items()
-        )
+        asked, labels = self._asked[index], self._spots[index].wish.labels
         with self._connection.used() as ray:
-            there = "; ".join(f"{host} has {_in_words(resources)}" for _, host, resources in _free(ray))
-        return f"it asks for {asked}, and free are: {there or 'no nodes'}"
+            free = [
+                f"{host} has {_in_words({name: own.get(name, 0) for name in asked})}" for _, host, own in _free(ray)
+            ]
+        on = f" on a node with the labels {dict(labels)}" if labels else ""
+        return f"it asks for {_in_words(asked)}{on}. Free of that: {', '.join(free) or 'no node is there'}"
 
     def close(self) -> None:
         if self._closed:
@@ -184,9 +186,9 @@ def _is_alive(ray: Any, node_id: str) -> bool:
 
 
 def _in_words(resources: Mapping[str, float]) -> str:
-    named = {name: amount for name, amount in sorted(resources.items()) if not name.startswith("node:")}
-    return ", ".join(f"{name} {amount:g}" for name, amount in named.items()) or "nothing"
+    return " and ".join(f"{amount:,g} {name}" for name, amount in resources.items()) or "nothing"
 
 
 def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    *_, last = str(error).splitlines() or [type(error).__name__]
+    return f"Ray says: {textwrap.shorten(last, _SHOWN_CHARACTERS, placeholder=' ...')}"

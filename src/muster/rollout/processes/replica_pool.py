@@ -229,9 +229,10 @@ class ReplicaPool:
     def follow(self, weights: SharedWeights) -> None:
         """Says that `weights`, of the file that replicas have, are new. They look there themselves."""
 
-    def close(self) -> None:
+    def close(self, limits: CloseLimits | None = None) -> None:
+        """Closes envs, and ends the processes. limits: None for those of the plan."""
         self.stop()
-        self._pool.close(self._close_limits)
+        self._pool.close(self._close_limits if limits is None else limits)
 
     def _ask_all(self, question: object, words: str = "answering a call") -> list[Any]:
         """The answers of all collectors. Raises the first failure."""
