@@ -28,7 +28,7 @@ for line in sys.stdin:
         head.internal_kv_put(b"CLUSTER_METADATA", content.encode(), True, b"cluster")
     elif content == "raylet":
         cluster.head_node.kill_raylet()
-        while any(one.state == 0 for one in head.get_all_node_info(timeout=10).values()):
+        while sum(one.state == 0 for one in head.get_all_node_info(timeout=10).values()) == raylets:
             pass
     elif content == "head":
         cluster.head_node.kill_gcs_server()

@@ -37,7 +37,8 @@ class ReplicaFailed(Exception):
             return error
         if not isinstance(error, MusterError):
             about = f"\n{failed.about}" if failed.about else ""
-            error = CollectorError(self._name, f"{failed.type_name}: {failed.message}{about}")
+            raised, error = error, CollectorError(self._name, f"{failed.type_name}: {failed.message}{about}")
+            error.__cause__ = raised
         error.add_note(f"In the collector's process:\n{failed.traceback.rstrip()}")
         return error
 
