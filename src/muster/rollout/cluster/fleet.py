@@ -36,7 +36,13 @@ from muster.rollout.cluster.node_host import (
     packed_plan,
     sealed,
 )
-from muster.rollout.cluster.node_probe import compare_versions, missing_text, modules_named, versions_here
+from muster.rollout.cluster.node_probe import (
+    compare_versions,
+    missing_text,
+    modules_imported,
+    modules_named,
+    versions_here,
+)
 from muster.rollout.cluster.nodes import shares
 from muster.rollout.collector_set import Filled
 from muster.rollout.processes.batch_memory import BatchLayout
@@ -468,7 +474,8 @@ def _image_of(weights: SharedWeights) -> Image:
 
 def _modules_of(plan: PoolPlan) -> dict[str, str]:
     """The modules that collectors will import, and what needs each."""
-    found: dict[str, str] = {}
+    script = plan.processes.set_up and plan.processes.set_up.init.script
+    found = dict.fromkeys(modules_imported(script) if script else (), "the script that worker_init runs")
     for one in plan.plans:
         pickles = {"the envs or worker_init": one.content.recipes}
         if one.content.policy:

@@ -5,6 +5,7 @@ The driver asks `modules_named` and `versions_here`, the node `missing_here` and
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import pickletools
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.extras import installed_version, release_of
+from muster.pool.script import Script
 
 _STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")
@@ -42,6 +44,17 @@ def modules_named(pickles: Mapping[str, bytes]) -> dict[str, str]:
         for module in _named_in(pickled):
             found.setdefault(module, argument)
     found.pop("__main__", None)  # workers have one of their own
+    return found
+
+
+def modules_imported(script: Script) -> list[str]:
+    """The modules that a script imports at its top level, outside of all other statements; and its own one."""
+    found = [script.module] if script.module is not None else []
+    for statement in ast.parse(script.text or b"").body:
+        if isinstance(statement, ast.Import):
+            found += [one.name for one in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module is not None and not statement.level:
+            found.append(statement.module)
     return found
 
 

@@ -356,7 +356,8 @@ def _start() -> Connection:
         if "ray" not in sys.modules:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # later, Ray sets it itself, and says so
         os.environ.setdefault("RAY_AUTH_TOKEN", _TOKEN)  # else Ray writes one into the user's home
-        os.environ |= {_LOOPBACK: "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder}
+        own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder, "RAY_worker_niceness": "0"}
+        os.environ |= {_LOOPBACK: "0", **own}
         import ray
 
         if importlib.import_module("ray._private.ray_constants").ENABLE_RAY_CLUSTER:
