@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,9 @@ os._exit(0)
 """
 
 
+RuntimeEnv = Mapping[str, Any] | None
+
+
 class ConnectionLost(Exception):
     """The connection has ended. Its text says why."""
 
@@ -78,13 +81,14 @@ class Connection:
     """A process's connection to a Ray cluster, which all that use the cluster share.
 
     ray: the module.  address: of the cluster's head, ``host:port``.  folder: of a cluster that this connection has
-    started.  is_own: `close` ends it; else it was there before.
+    started.  is_own: `close` ends it; else it was there before.  runtime_env: what it was made with.
     """
 
     ray: Any
     address: str
     folder: str | None = None
     is_own: bool = True
+    runtime_env: RuntimeEnv = None
     _users: int = field(default=1, init=False)
     _pid: int = field(default_factory=os.getpid, init=False)
     _lost: str = field(default="", init=False)
@@ -151,12 +155,13 @@ _lock = threading.RLock()
 _shared: Connection | None = None
 
 
-def connect(address: str | None = "auto") -> Connection:
+def connect(address: str | None = "auto", runtime_env: RuntimeEnv = None) -> Connection:
     """A connection of this process, by which `ray` can be used.
 
     address: the head's ``host:port``; ``"auto"`` or None for RAY_ADDRESS, else this machine's cluster; ``"local"`` for
     a new one on 127.0.0.1, which ends with the connection. What is initialised counts before "auto" and "local": a
     process has one cluster at a time.
+    runtime_env: as for `ray.init`; of a connection that is there already, nothing changes it.
 
     Raises ImportError where Ray is not installed, ConfigError where there is no way to connect.
     """
@@ -166,7 +171,7 @@ def connect(address: str | None = "auto") -> Connection:
         if _shared is not None and not _is_initialised():
             _shared = None  # somebody else has called ray.shutdown()
         if _shared is None:
-            _shared = _connect(address)
+            _shared = _connect(address, runtime_env)
             atexit.register(_shared._end)  # before Ray's own, which Ray's import has registered
         else:
             _require_same(_shared.address, address)
@@ -181,11 +186,11 @@ def this_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def _connect(address: str | None) -> Connection:
+def _connect(address: str | None, runtime_env: RuntimeEnv) -> Connection:
     if _is_initialised():
         return _initialised(address)
     if address == "local":
-        return _start()
+        return _start(runtime_env)
     if address is None or address == "auto":
         address = os.environ.get("RAY_ADDRESS") or _of_this_machine()
     _require_port(address)
@@ -195,14 +200,14 @@ def _connect(address: str | None) -> Connection:
 
         undone.callback(ray.shutdown)
         try:
-            ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING)
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"this process cannot connect to the Ray cluster at {address}, and a child of it could: {error}. Set "
                 f"RAY_AUTH_MODE, RAY_AUTH_TOKEN and {_LOOPBACK} before `import ray`"
             ) from error
         undone.pop_all()
-        return Connection(ray, _address_here(ray))
+        return Connection(ray, _address_here(ray), runtime_env=runtime_env)
 
 
 def _is_initialised() -> bool:
@@ -347,7 +352,7 @@ def _why_not(address: str, facts: dict[str, Any], last: str) -> str:
     )
 
 
-def _start() -> Connection:
+def _start(runtime_env: RuntimeEnv) -> Connection:
     """A cluster of this process's own, on 127.0.0.1 alone and behind a token, with its files in a folder of its own."""
     above = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="muster-ray-", dir=above if len(above) <= _LONGEST_FOLDER else "/tmp")
@@ -368,11 +373,17 @@ def _start() -> Connection:
             )
         undone.callback(ray.shutdown)
         try:
-            ray.init("local", log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
+            ray.init(
+                "local",
+                runtime_env=runtime_env,
+                log_to_driver=False,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+            )
         except (Exception, SystemExit) as error:
             raise ConfigError(f"Ray cannot start a cluster on this machine: {error}") from error
         undone.pop_all()
-        return Connection(ray, _address_here(ray), folder)
+        return Connection(ray, _address_here(ray), folder, runtime_env=runtime_env)
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ class RayEngine(Engine):
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         self.node_timeout, self.min_nodes = cluster.node_timeout, cluster.min_nodes
-        self._connection = connect(cluster.address)
+        self._connection = connect(cluster.address, cluster.runtime_env)
         self.name = f"the Ray cluster at {self._connection.address}"
         self._hosts: dict[int, RayHost] = {}
         self._asked: dict[int, dict[str, Any]] = {}
@@ -110,6 +110,8 @@ class RayEngine(Engine):
         wish = spot.wish
         named = {"CPU": cpus, "GPU": wish.gpus, "memory": wish.memory_bytes or 0, **(wish.resources or {})}
         self._asked[index] = {name: amount for name, amount in named.items() if amount}
+        of_all, own = self._connection.runtime_env, self._cluster.runtime_env
+        runtime_env = {**own} if own and own != of_all else {}
         with self._connection.used() as ray:
             kind = ray.remote(concurrency_groups={"order": 1, "beside": _BESIDE})(NodeActor)
             actor = kind.options(
@@ -119,7 +121,7 @@ class RayEngine(Engine):
                 resources={**(wish.resources or {})},
                 label_selector={**(wish.labels or {})},
                 scheduling_strategy=self._strategy(ray, index, spot, is_first=index not in self._hosts),
-                runtime_env={**(self._cluster.runtime_env or {})},
+                runtime_env=runtime_env,
             )
             self._hosts[index] = RayHost(self._connection, actor.remote())
         return self._hosts[index]

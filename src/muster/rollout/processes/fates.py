@@ -32,6 +32,12 @@ class ReplicaFailed(Exception):
 
     def error(self) -> BaseException:
         """The user's error."""
+        error = self._made()
+        for note in getattr(self, "__notes__", ()):
+            error.add_note(note)
+        return error
+
+    def _made(self) -> BaseException:
         failed, error = self._failed, self._failed.original()
         if self._is_final and error is not None:
             return error
