@@ -281,8 +281,7 @@ class Fleet:
         return [(member, self._content(member, self._answers.pop(ticket))) for member, ticket in done]
 
     def _fill(self, storage: Storage, part: slice, batch: NodeBatch) -> None:
-        for own, column in zip(storage.columns(), batch.columns, strict=True):
-            own[part] = column
+        storage.write_columns(part, batch.columns)
         storage.add_ends(batch.finals, batch.losses, part.start)
         self._notes += batch.notes
 

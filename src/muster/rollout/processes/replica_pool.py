@@ -64,15 +64,18 @@ class PoolPlan:
     threshold: float
 
     def of(self, collectors: range, node: int, policy_device: Device = None) -> PoolPlan:
-        """The plan of some collectors, which node `node` runs. policy_device: None for that of all."""
+        """The plan of some collectors, which node `node` runs. Their batches are compact, for the way.
+
+        policy_device: None for that of all.
+        """
         own = self.plans[collectors.start : collectors.stop]
         first, count = own[0].envs.start, own[-1].envs.stop - own[0].envs.start
         plans = [replace(plan, info=replace(plan.info, node_index=node)) for plan in own]
-        for plan in plans if self.sync else ():
-            part = plan.envs.start - first, plan.envs.stop - first
-            plan.content = replace(plan.content, part=part, batch_envs=count)
-        for plan in () if policy_device is None else plans:
-            plan.content = replace(plan.content, options={**plan.content.options, "policy_device": policy_device})
+        of_node = {"compact": True} | ({} if policy_device is None else {"policy_device": policy_device})
+        for plan in plans:
+            part = {"part": (plan.envs.start - first, plan.envs.stop - first), "batch_envs": count}
+            options = {**plan.content.options, **of_node}
+            plan.content = replace(plan.content, options=options, **(part if self.sync else {}))
         env = self.processes.worker_env
         return replace(
             self,
