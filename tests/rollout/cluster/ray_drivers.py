@@ -11,10 +11,12 @@ import os
 import sys
 import time
 import warnings
+import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parents[1]), str(HERE.parent), str(HERE.parents[1] / "conformance"), str(HERE)]
+TESTS = HERE.parents[1]
+sys.path += map(str, (TESTS, TESTS / "rollout", TESTS / "conformance", TESTS / "envs", HERE))
 
 import gymnasium  # noqa: E402
 import psutil  # noqa: E402
@@ -23,6 +25,7 @@ from collecting import Constant, count_env  # noqa: E402
 from test_nodes import story  # noqa: E402
 
 import muster  # noqa: E402
+from processes import is_alive  # noqa: E402
 
 
 def say(**facts):
@@ -121,7 +124,7 @@ def told_and_lost(address, path):
         while all(present):
             _, present = there(collector)
     noticed_s = time.monotonic() - began
-    left = psutil.pid_exists(second)
+    left = is_alive(second)
     batch = until_back(collector)
     return {
         "records": records.seen,
@@ -129,7 +132,7 @@ def told_and_lost(address, path):
         "noticed_s": noticed_s,
         "present": present,
         "warned": [str(one.message) for one in warned],
-        "left": left and psutil.pid_exists(second),
+        "left": left and is_alive(second),
         "actions": batch["action"].unique().tolist(),
         "versions": batch["collector", "policy_version"].unique().tolist(),
         "told": collector.get_attr("told"),
@@ -210,19 +213,19 @@ def refused(address, wish):
 
 
 def lacks_a_module(address, folder):
-    (Path(folder) / "only_here.py").write_text(
-        "import gymnasium\ndef make():\n    return gymnasium.make('CartPole-v1')\n"
-    )
-    sys.path.insert(0, folder)
+    """The module lies in an archive, which nodes, though they are on this machine, do not look into."""
+    path = f"{folder}/own.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("only_here.py", "import gymnasium\ndef make():\n    return gymnasium.make('CartPole-v1')\n")
+    sys.path.insert(0, path)
     import only_here  # type: ignore[import-not-found]
 
-    sys.path.remove(folder)
     errors = []
     try:
         collecting(address, only_here.make, policy=None)
     except muster.MusterError as error:
         errors.append(str(error))
-    with collecting(address, only_here.make, policy=None, cluster={"runtime_env": {"working_dir": folder}}) as one:
+    with collecting(address, only_here.make, policy=None, cluster={"runtime_env": {"working_dir": path}}) as one:
         shape = list(one.rollout().shape)
     return {"errors": errors, "shape": shape}
 

@@ -150,6 +150,6 @@ def test_more_nodes_than_collectors_are_refused(cluster):
 @pytest.mark.slow
 def test_a_module_that_nodes_lack_is_named_with_ways_out_that_work(cluster, tmp_path):
     seen, _ = result_of(cluster, "lacks_a_module", tmp_path)
-    assert f"needs module 'only_here' (from {tmp_path}/only_here.py), which node 0 (" in seen["errors"][0]
-    assert f"RayCluster(runtime_env={{'working_dir': '{tmp_path}'}})" in seen["errors"][0]
+    assert f"needs module 'only_here' (from {tmp_path}/own.zip/only_here.py), which node " in seen["errors"][0]
+    assert f"RayCluster(runtime_env={{'working_dir': '{tmp_path}/own.zip'}})" in seen["errors"][0]
     assert seen["shape"] == [2, 8]
