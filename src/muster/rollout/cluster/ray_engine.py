@@ -10,11 +10,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Place, Ticket
 from muster.rollout.cluster.node_host import NodeHost
 from muster.rollout.cluster.nodes import Node, RayCluster
 from muster.rollout.cluster.ray_connection import Connection, ConnectionLost, connect, this_node
 
+_STORED_BYTES = 100_000  # Ray sends what is smaller with the order
 _FETCH_S, _SHOWN_CHARACTERS = 5.0, 240
 _BESIDE = 4  # threads of a node host for what it does while it is busy
 
@@ -26,10 +29,10 @@ class NodeActor:
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, which would count in collectors before threads_per_collector
         self._host = NodeHost(socket.gethostname(), this_node())
 
-    def answer(self, order: Parcel) -> Parcel:
+    def answer(self, *order: Any) -> Parcel:
         return self._host.answer(order)
 
-    def answer_beside(self, order: Parcel) -> Parcel:
+    def answer_beside(self, *order: Any) -> Parcel:
         return self._host.answer_beside(order)
 
 
@@ -38,17 +41,35 @@ class _Unasked:
     """The ticket of an order that did not get to Ray."""
 
 
-class RayHost(Host):
-    """A node host. actor: of `NodeActor`."""
+class Stored:
+    """The big buffer that was sent last, such as weights: it is put into Ray's store once for all nodes."""
 
-    def __init__(self, connection: Connection, actor: Any) -> None:
-        self._connection, self._actor = connection, actor
+    def __init__(self) -> None:
+        self._last: tuple[tuple[int, int], Any, Any] | None = None
+
+    def of(self, ray: Any, buffer: Any) -> Any:
+        """The buffer, or what stands for it in Ray's store."""
+        if not isinstance(buffer, np.ndarray) or buffer.nbytes < _STORED_BYTES:
+            return buffer
+        place = buffer.ctypes.data, buffer.nbytes
+        if self._last is None or self._last[0] != place:
+            self._last = place, buffer, ray.put(buffer)  # the buffer stays: nothing else may have its place meanwhile
+        return self._last[2]
+
+
+class RayHost(Host):
+    """A node host. actor: of `NodeActor`.  stored: see `Stored`."""
+
+    def __init__(self, connection: Connection, actor: Any, stored: Stored) -> None:
+        self._connection, self._actor, self._stored = connection, actor, stored
 
     def ask(self, order: Parcel, *, beside: bool = False) -> Ticket:
         try:
-            with self._connection.used():
+            with self._connection.used() as ray:
                 method, group = (self._actor.answer_beside, "beside") if beside else (self._actor.answer, "order")
-                ticket: Ticket = method.options(concurrency_group=group).remote(order)
+                ticket: Ticket = method.options(concurrency_group=group).remote(
+                    *(self._stored.of(ray, one) for one in order)
+                )
                 return ticket
         except ConnectionLost:
             return _Unasked()  # `wait` says so
@@ -80,7 +101,7 @@ class RayEngine(Engine):
         self.name = f"the Ray cluster at {self._connection.address}"
         self._hosts: dict[int, RayHost] = {}
         self._asked: dict[int, dict[str, Any]] = {}
-        self._closed = False
+        self._stored, self._closed = Stored(), False
 
     def places(self, most: int) -> Sequence[Place]:
         with self._connection.used() as ray:
@@ -123,7 +144,7 @@ class RayEngine(Engine):
                 scheduling_strategy=self._strategy(ray, index, spot, is_first=index not in self._hosts),
                 runtime_env=runtime_env,
             )
-            self._hosts[index] = RayHost(self._connection, actor.remote())
+            self._hosts[index] = RayHost(self._connection, actor.remote(), self._stored)
         return self._hosts[index]
 
     def _strategy(self, ray: Any, index: int, spot: _Spot, *, is_first: bool) -> Any:
