@@ -182,3 +182,39 @@ def test_observations_travel_once():
 def test_fork_is_refused():
     with pytest.raises(ConfigError, match='context="fork"'):
         MultiCollector(count_env(), num_collectors=2, frames_per_batch=8, context="fork", cluster=LocalNodes())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "text"),
+    [
+        (lambda: "k8s", "cluster must be None, 'ray' or a muster.RayCluster, got 'k8s'"),
+        (lambda: muster.RayCluster(nodes=0), "nodes must be None, a number from 1 on, or a list of muster.Node, got 0"),
+        (
+            lambda: muster.RayCluster(nodes=[muster.Node(cpus=-1)]),
+            "cpus must be a number of at least 0 or None",
+        ),
+        (lambda: muster.RayCluster(node_timeout=0), "node_timeout must be a number above 0, got 0"),
+    ],
+)
+def test_what_is_no_cluster_is_named(cluster, text):
+    with pytest.raises(ConfigError) as raised:
+        MultiCollector(count_env(), num_collectors=2, frames_per_batch=8, cluster=cluster())
+    assert text in str(raised.value)
+
+
+def refuse_on_the_second_node():
+    if muster.get_worker_info().node_index == 1:
+        raise OSError("no such device")
+
+
+@pytest.mark.slow
+def test_a_worker_init_that_raises_on_one_node_is_said_to_be_of_that_node():
+    with pytest.raises(Exception, match="no such device") as raised:
+        MultiCollector(
+            count_env(),
+            num_collectors=2,
+            frames_per_batch=8,
+            make_vec_options={"worker_init": refuse_on_the_second_node},
+            cluster=LocalNodes(),
+        )
+    assert raised.value.__notes__[-1] == "On node 1 (local-1)"
