@@ -146,6 +146,19 @@ def test_rows_that_were_cut_lost_or_of_agents_are_those_of_home(agents, compact,
     assert agents or [int((~batch["collector", "mask"]).sum()) for batch in home] == [15, 3, 3]
 
 
+class Narrow(LocalNodes):
+    """Has little room for messages."""
+
+    def store_bytes(self):
+        return 100_000
+
+
+@pytest.mark.slow
+def test_batches_for_which_a_store_is_too_small_are_said():
+    with pytest.warns(UserWarning, match="take up to 1 MB, and a node of this machine has 0 MB for them"):
+        MultiCollector(count_env(), num_collectors=2, frames_per_batch=8192, cluster=Narrow()).shutdown()
+
+
 class Weighed(LocalNodes):
     """Counts the bytes of the largest answer."""
 

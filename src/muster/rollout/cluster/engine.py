@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,10 @@ class Engine(ABC):
     @abstractmethod
     def room(self, index: int) -> str:
         """What the node host of the i-th place asks for, and what is free, in words."""
+
+    def store_bytes(self) -> float:
+        """The least memory that a node has for messages on their way; what is over goes by disk."""
+        return math.inf
 
     @abstractmethod
     def close(self) -> None:

@@ -104,6 +104,15 @@ class Fleet:
                     f"{member.name} has {started.fields}, but node 0 {self._fields}; all collectors must be alike"
                 )
         self._layouts = [plan.content.layout(self._fields) for plan in self._plan.plans]
+        needed, there = 2 * self._layouts[0].block_bytes, self._engine.store_bytes()  # one is read, one is written
+        if needed > there:
+            warnings.warn(
+                f"batches on their way take up to {needed / 1e6:,.0f} MB, and a node of {self._engine.name} has "
+                f"{there / 1e6:,.0f} MB for them: they will go by disk. Give it more "
+                "(`ray start --object-store-memory`) or ask for fewer frames_per_batch",
+                UserWarning,
+                stacklevel=caller_stacklevel(),
+            )
         of_each = ", ".join(f"{len(member.collectors)} on {member.where}" for member in self._members)
         on_nodes = f"{len(self._members)} node{'s' * (len(self._members) > 1)}"
         say(f"{self._count} collectors on {on_nodes} of {self._engine.name}: {of_each}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -199,6 +200,11 @@ class RayEngine(Engine):
             ]
         on = f" on a node with the labels {dict(labels)}" if labels else ""
         return f"it asks for {_in_words(asked)}{on}. Free of that: {', '.join(free) or 'no node is there'}"
+
+    def store_bytes(self) -> float:
+        with self._connection.used() as ray:
+            stores = [node["Resources"].get("object_store_memory", math.inf) for node in ray.nodes() if node["Alive"]]
+        return min(stores, default=math.inf)
 
     def close(self) -> None:
         if self._closed:
