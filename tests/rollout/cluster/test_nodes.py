@@ -230,4 +230,4 @@ def test_a_worker_init_that_raises_on_one_node_is_said_to_be_of_that_node():
             make_vec_options={"worker_init": refuse_on_the_second_node},
             cluster=LocalNodes(),
         )
-    assert raised.value.__notes__[-1] == "On node 1 (local-1)"
+    assert raised.value.__notes__[-1] == "On node 1 (local-1)."

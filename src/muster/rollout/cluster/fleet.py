@@ -24,7 +24,7 @@ from muster.pool.deaths import Nouns
 from muster.pool.notices import say
 from muster.pool.place import Budget
 from muster.rollout.cluster.engine import Engine, HostGone, Ticket
-from muster.rollout.cluster.member import Member, close_all, tell
+from muster.rollout.cluster.member import PING_S, Member, close_all, tell
 from muster.rollout.cluster.node_host import (
     Answered,
     Attributes,
@@ -51,7 +51,7 @@ from muster.rollout.processes.replica_pool import PoolPlan
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
 
-_SLICE_S, _PING_S, _STATS_S, _ROOM_S = 0.05, 0.5, 2.0, 10.0
+_SLICE_S, _STATS_S, _ROOM_S = 0.05, 2.0, 10.0
 
 
 class Fleet:
@@ -279,7 +279,7 @@ class Fleet:
         self._number += 1
         for member in members:
             has_them = member.version >= self._image[0]
-            member.version = max(member.version, self._image[0])
+            member.version, member.number = max(member.version, self._image[0]), self._number
             self._batches[member] = self._send(member, "collect", self._number, None if has_them else self._image)
 
     def _arrived(self) -> list[tuple[Member, NodeBatch]]:
@@ -303,7 +303,7 @@ class Fleet:
 
     def _stop(self) -> None:
         for member in self._batches:
-            self._send(member, "stop", self._number, beside=True, awaited=False)
+            self._send(member, "stop", member.number, beside=True, awaited=False)
 
     def _take_notes(self) -> list[str]:
         notes, self._notes = self._notes, []
@@ -346,15 +346,26 @@ class Fleet:
             return answer.content
         if answer.closed:
             self.close()
-        answer.failure.add_note(f"On node {member.index} ({member.where})")
+        answer.failure.add_note(f"On {member.place}.")
         raise answer.failure
 
     def _hear(self, timeout_s: float) -> None:
         """Takes what has come, once there is something; pings, and sees who is lost and who is there."""
         self._require_open()
+        warned, was_cut_short = list[tuple[str, type[Warning]]](), self._is_cut_short
+        self._is_cut_short = was_cut_short or bool(self._batches)  # a Ctrl-C may lose the answer of one
+        try:
+            self._listen(timeout_s, warned)
+            self._is_cut_short = was_cut_short
+        finally:
+            for text, category in warned:  # last: filters may make errors of them
+                warnings.warn(text, category, stacklevel=caller_stacklevel())
+
+    def _listen(self, timeout_s: float, warned: list[tuple[str, type[Warning]]]) -> None:
+        """What `_hear` does. warned: receives the warnings of nodes."""
         now = time.monotonic()
         for member in self._members:
-            if member.is_met and member.pinged_at <= member.heard_at and now - member.pinged_at > _PING_S:
+            if member.is_met and member.pinged_at <= member.heard_at and now - member.pinged_at > PING_S:
                 member.pinged_at = now
                 self._send(member, "ping", beside=True, awaited=False)
         for ticket, data in self._engine.wait([*self._owed], timeout_s).items():
@@ -366,7 +377,7 @@ class Fleet:
                 self._lose(member, data.reason, is_final=data.is_final)
                 continue
             answer: Answered = opened(data)
-            tell(member, answer)
+            warned += tell(member, answer)
             if name == "meet":
                 self._meet(member, answer)
             elif name == "start":
@@ -407,11 +418,10 @@ class Fleet:
         """Checks what a node has, and has it start its collectors. Raises ConfigError."""
         met: Met = self._content(member, answer)
         member.is_met, member.where, member.node_id = True, met.host, met.node_id
-        node = f"node {member.index} ({member.where})"
         if met.missing:
-            error = missing_text(self._modules[met.missing[0]], met.missing[0], node)
+            error = missing_text(self._modules[met.missing[0]], met.missing[0], member.place)
         else:
-            versions = compare_versions(versions_here(), met.versions, node)
+            versions = compare_versions(versions_here(), met.versions, member.place)
             error = versions.error
             if versions.warning:
                 warnings.warn(versions.warning, UserWarning, stacklevel=caller_stacklevel())
@@ -448,8 +458,8 @@ class Fleet:
             self.close()
             raise
         self._notes.append(
-            f"node {member.index} ({member.where}) is lost: {reason}. The parts of its {len(member.collectors)} "
-            "collectors are masked until another is in its place"
+            f"{member.place} is lost: {reason}. The parts of its {len(member.collectors)} collectors are masked until "
+            "another is in its place"
         )
         member.restarts += 1
         self._launch(member)

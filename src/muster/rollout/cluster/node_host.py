@@ -20,6 +20,7 @@ from torch import Tensor
 from muster.errors import ClosedError
 from muster.hosts.requests import Call, KeptAttributes, Packed, SetAttr
 from muster.pool.closing import CloseLimits
+from muster.pool.notices import say_by
 from muster.rollout.cluster.engine import Parcel
 from muster.rollout.cluster.node_probe import missing_here, versions_here
 from muster.rollout.fields import Array
@@ -57,7 +58,7 @@ class Answered:
     """What an order has come to.
 
     content: the answer.  failure: an exception in its place.  closed: whether the pool is closed.
-    logs, lost_logs: see `LogInbox`.  warned: warnings, as their texts and classes.
+    logs, lost_logs: see `LogInbox`.  warned: warnings, as their texts and classes.  said: see `say`.
     """
 
     content: Any = None
@@ -66,6 +67,7 @@ class Answered:
     logs: bytes = b""
     lost_logs: int = 0
     warned: list[tuple[str, type[Warning]]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -122,6 +124,7 @@ class NodeHost:
         warnings.simplefilter("always", UserWarning)
         warnings.simplefilter("always", RuntimeWarning)
         warnings.showwarning = self._note
+        say_by(self._say)
 
     def begin(self, plan: bytes) -> ReplicaPool:
         """Begins to start replicas. plan: see `packed_plan`."""
@@ -192,6 +195,10 @@ class NodeHost:
     def _note(self, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         with self._guard:
             self._happened.warned.append((str(message), category))
+
+    def _say(self, text: str) -> None:
+        with self._guard:
+            self._happened.said.append(text)
 
 
 @dataclass
