@@ -19,7 +19,7 @@ from torch import Tensor
 from muster.arguments import explains_keywords, whole
 from muster.backends.process import check_pool
 from muster.envs.adapt import adapted_recipes, with_torchrl
-from muster.errors import ConfigError
+from muster.errors import CannotTravel, ConfigError
 from muster.hosts.requests import KeptAttributes
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
@@ -47,6 +47,7 @@ MULTI_COLLECTOR = replace(
     in_process='muster.Collector with make_vec_options={"backend": "serial"}',
     one_each="num_collectors=num_envs",
 )
+_ON_NODES = replace(MULTI_COLLECTOR, in_process="", context="", far=True)
 _ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "worker_init")
 
 
@@ -146,7 +147,8 @@ class MultiCollector(BatchSource):
             "initial_state": dict(initial_state or {}),
             "exploration": exploration,
         }
-        self.policy, recipes = policy, _understood(envs, num_envs, num_collectors, make_vec_options)
+        with called_as(MULTI_COLLECTOR if cluster is None else _ON_NODES):
+            self.policy, recipes = policy, _understood(envs, num_envs, num_collectors, make_vec_options)
         self._count_envs(len(recipes))
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 
@@ -163,8 +165,9 @@ class MultiCollector(BatchSource):
         """Starts the collectors, or the one that acts for all where the policy stays here. for_each: their options."""
         require_shapes(self.policy)
         self._num_collectors = options.num_workers
-        obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
-        if obstacle is None or self._cluster is not None:  # packing the policy says what is wrong with that
+        with called_as(recipes[0].call):
+            obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
+        if obstacle is None:
             return Replicas(
                 recipes,
                 self.policy,
@@ -175,9 +178,10 @@ class MultiCollector(BatchSource):
                 collector_options=for_each,
                 options=options,
                 runs=ReplicaPool if self._cluster is None else self._on_nodes,
-                far=self._cluster is not None,
             )
-        warnings.warn(_explained(obstacle, self._threshold), UserWarning, stacklevel=caller_stacklevel())
+        if self._cluster is not None:
+            raise CannotTravel(_explained(obstacle, stays="cannot act for envs on other machines while it stays here"))
+        warnings.warn(_explained(obstacle, threshold=self._threshold), UserWarning, stacklevel=caller_stacklevel())
         for_each |= {
             "num_envs": len(recipes),
             "make_vec_options": {**(make_vec_options or {}), **vars(options)},
@@ -340,15 +344,14 @@ def _understood(
         )
     if num_envs is None and not isinstance(envs, (list, tuple)):
         num_envs = num_collectors
-    with called_as(MULTI_COLLECTOR):
-        recipes = adapted_recipes(
-            envs,
-            num_envs,
-            env_kwargs=options.get("env_kwargs"),
-            wrappers=with_torchrl(options.get("wrappers")),
-            groups=options.get("groups"),
-            state=options.get("state", True),
-        )
+    recipes = adapted_recipes(
+        envs,
+        num_envs,
+        env_kwargs=options.get("env_kwargs"),
+        wrappers=with_torchrl(options.get("wrappers")),
+        groups=options.get("groups"),
+        state=options.get("state", True),
+    )
     if len(recipes) < num_collectors:
         raise ConfigError(f"num_collectors={num_collectors}, but there are only {len(recipes)} envs; each needs one")
     return recipes
@@ -361,9 +364,13 @@ def _threshold_of(threshold: float | None, sync: bool) -> float:
     return 1.0 if threshold is None else threshold
 
 
-def _explained(obstacle: Obstacle, threshold: float) -> str:
+def _explained(
+    obstacle: Obstacle,
+    *,
+    stays: str = "stays in this process and acts for all envs, which are stepped in workers",
+    threshold: float = 1.0,
+) -> str:
     ways_out = "; or\n  ".join(obstacle.ways_out())
-    stays = "stays in this process and acts for all envs, which are stepped in workers"
     if obstacle.marked:
         what = f"the policy {stays}, as it asks: {obstacle}."
     else:
