@@ -9,6 +9,7 @@ import queue
 import threading
 from multiprocessing import shared_memory
 
+import numpy as np
 import pytest
 import torch
 from collecting import Constant
@@ -104,6 +105,23 @@ def test_other_obstacles_offer_no_way_that_a_cluster_lacks():
         assert way in said
         assert "pass policy_factory=, which builds the policy in each collector" in said
         assert "cannot act for envs on other machines" in said
+
+
+class Refusing(LocalNodes):
+    """Starts nothing, and keeps the plan."""
+
+    def start(self, index, plan):
+        self.plan = plan
+        raise RuntimeError("no room")
+
+
+def test_a_big_argument_travels_once_to_all_collectors_of_a_node():
+    cluster, kwargs = Refusing(1), {"held": np.zeros(4 << 20, np.uint8)}
+    with pytest.raises(RuntimeError, match="no room"):
+        MultiCollector(
+            Taking, num_collectors=3, frames_per_batch=9, make_vec_options={"env_kwargs": kwargs}, cluster=cluster
+        )
+    assert 1.0 < len(cluster.plan) / (4 << 20) < 1.1
 
 
 class Served(multiprocessing.managers.BaseManager):

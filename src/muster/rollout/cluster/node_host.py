@@ -28,7 +28,7 @@ from muster.rollout.processes.replica import ReplicaFields
 from muster.rollout.processes.replica_pool import PoolPlan, ReplicaPool
 from muster.rollout.processes.shared_weights import WeightShapes, install
 from muster.rollout.storage import Final, Loss
-from muster.transport.big_arrays import memfd
+from muster.transport.big_arrays import memfd, memory_of
 
 Attributes = Mapping[int, Mapping[str, bytes]]
 """By env and name the values that `set_attr` has set last, packed."""
@@ -90,11 +90,10 @@ def packed_plan(plan: PoolPlan, num_envs: int) -> bytes:
     for one in plan.plans:
         at = []
         for raw in (buffer.raw() for buffer in one.big):
-            key = (np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes, raw.readonly)
-            if key not in known:
-                known[key] = len(buffers)
+            if (memory := memory_of(raw)) not in known:
+                known[memory] = len(buffers)
                 buffers.append((bytes(raw) if isinstance(raw.obj, bytes) else bytearray(raw), raw.readonly))
-            at.append(known[key])
+            at.append(known[memory])
         plans.append((replace(one, big=[]), at))
     return pickle.dumps((replace(plan, plans=()), plans, buffers, num_envs))
 
