@@ -109,7 +109,7 @@ class Replicas:
     ) -> PoolPlan:
         """Raises CannotTravel, and what `check_forkable` raises."""
         nouns = collector_nouns([range(*ends) for ends in itertools.pairwise(self._firsts)])
-        processes, step_timeout = options.processes(PRELOADS, far=self._far), options.step_timeout
+        processes, step_timeout = options.processes(PRELOADS, far=self._call_words.far), options.step_timeout
         policy: list[Any] = []  # its pickle, and big buffers, which collectors that are no forks read where they lie
         big: list[pickle.PickleBuffer] | None = None if self._forks else []
         if policy_factory is not None:
