@@ -39,8 +39,7 @@ from muster.rollout.cluster.node_host import (
 from muster.rollout.cluster.node_probe import (
     compare_versions,
     missing_text,
-    modules_imported,
-    modules_named,
+    modules_needed,
     versions_here,
 )
 from muster.rollout.cluster.nodes import shares
@@ -76,7 +75,7 @@ class Fleet:
         self._weights: SharedWeights | None = None
         self._image: Image = 0, np.empty(0, np.uint8)
         self._seeds: Sequence[int | None] = [None] * self._count
-        self._modules = _modules_of(plan)
+        self._modules = modules_needed(plan)
         self._members: list[Member] = []
         self._finalizer = weakref.finalize(self, close_abandoned, close_all, engine, self._members)
         self._finalizer.atexit = False
@@ -488,18 +487,6 @@ class Fleet:
 def _image_of(weights: SharedWeights) -> Image:
     version, image = weights.image()
     return version, np.frombuffer(image, np.uint8)
-
-
-def _modules_of(plan: PoolPlan) -> dict[str, str]:
-    """The modules that collectors will import, and what needs each."""
-    script = plan.processes.set_up and plan.processes.set_up.init.script
-    found = dict.fromkeys(modules_imported(script) if script else (), "the script that worker_init runs")
-    for one in plan.plans:
-        pickles = {"the envs or worker_init": one.content.recipes}
-        if one.content.policy:
-            pickles["the policy"] = bytes(one.big[-one.content.policy])
-        found = modules_named(pickles) | found
-    return found
 
 
 def _block(layout: BatchLayout) -> Any:

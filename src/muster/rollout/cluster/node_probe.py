@@ -1,6 +1,6 @@
 """Questions for a node before anything starts there: the modules that pickles name, and the versions of packages.
 
-The driver asks `modules_named` and `versions_here`, the node `missing_here` and `versions_here`; the driver compares.
+The driver asks `modules_needed` and `versions_here`, the node `missing_here` and `versions_here`; the driver compares.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 from muster.extras import installed_version, release_of
 from muster.pool.script import Script
+from muster.rollout.processes.replica_pool import PoolPlan
 
 _STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")
@@ -31,6 +32,18 @@ _PICKLE = b"\x80"
 # By the name that people know. Of the first ones another minor version has other messages, weights or bytecode.
 _STRICT = {"Python": "", "muster": "muster-rl", "torch": "torch"}
 _DISTRIBUTIONS = _STRICT | {name: name for name in ("tensordict", "numpy", "gymnasium", "cloudpickle")}
+
+
+def modules_needed(plan: PoolPlan) -> dict[str, str]:
+    """The modules that collectors will import, and what needs each."""
+    script = plan.processes.set_up and plan.processes.set_up.init.script
+    found = dict.fromkeys(modules_imported(script) if script else (), "the script that worker_init runs")
+    for one in plan.plans:
+        pickles = {"the envs or worker_init": one.content.recipes}
+        if one.content.policy:
+            pickles["the policy"] = bytes(one.big[-one.content.policy])
+        found = modules_named(pickles) | found
+    return found
 
 
 def modules_named(pickles: Mapping[str, bytes]) -> dict[str, str]:
