@@ -21,6 +21,7 @@ from muster.rollout.cluster.nodes import Node, RayCluster
 from muster.rollout.cluster.ray_connection import Connection, ConnectionLost, connect, this_node
 
 _STORED_BYTES = 100_000  # Ray sends what is smaller with the order
+_FREED_S = 2.0
 _FETCH_S, _SHOWN_CHARACTERS = 5.0, 240
 _BESIDE = 4  # threads of a node host for what it does while it is busy
 
@@ -65,10 +66,14 @@ class Stored:
         """The buffer, or what stands for it in Ray's store."""
         if not isinstance(buffer, np.ndarray) or buffer.nbytes < _STORED_BYTES:
             return buffer
-        place = buffer.ctypes.data, buffer.nbytes
-        if self._last is None or self._last[0] != place:
-            self._last = place, buffer, ray.put(buffer)  # the buffer stays: nothing else may have its place meanwhile
-        return self._last[2]
+        place, last = (buffer.ctypes.data, buffer.nbytes), self._last
+        if last is None or last[0] != place:
+            self._last = last = (
+                place,
+                buffer,
+                ray.put(buffer),
+            )  # the buffer stays: nothing else gets its place meanwhile
+        return last[2]
 
 
 class RayHost(Host):
@@ -129,10 +134,13 @@ class RayEngine(Engine):
         if group is not None:
             cpus = [bundle.get("CPU", 0.0) for bundle in group.bundle_specs]
             return [_Spot(Node(cpus=one), one) for one in cpus[:nodes]]
-        free = sorted(_free(ray), key=lambda one: -one[2].get("CPU", 0.0))
-        there = [_Spot(Node(), one.get("CPU", 0.0), node_id) for node_id, _, one in free if one.get("CPU", 0.0) >= 1]
+        there = _spots(ray)
+        until = time.monotonic() + _FREED_S
+        while not there and time.monotonic() < until:
+            time.sleep(0.1)  # what has just ended does not give its CPUs back at once
+            there = _spots(ray)
         if nodes is None:
-            return there[:most] or [_Spot(Node(), 1.0)]
+            return there[:most] or [_Spot(Node(cpus=1.0), 1.0)]
         # Where others are wanted than those that are there, Ray finds the places, perhaps on machines to come.
         return there[:nodes] if len(there) >= nodes else [_Spot(Node(), 1.0)] * nodes
 
@@ -213,6 +221,12 @@ class RayEngine(Engine):
         for host in self._hosts.values():
             host.kill()
         self._connection.close()
+
+
+def _spots(ray: Any) -> list[_Spot]:
+    """The nodes that have a free CPU, those with the most first."""
+    free = [(own.get("CPU", 0.0), node_id) for node_id, _, own in _free(ray)]
+    return [_Spot(Node(), cpus, node_id) for cpus, node_id in sorted(free, reverse=True) if cpus >= 1]
 
 
 def _free(ray: Any) -> Iterator[tuple[str, str, dict[str, float]]]:
