@@ -72,7 +72,7 @@ class Stored:
                 place,
                 buffer,
                 ray.put(buffer),
-            )  # the buffer stays: nothing else gets its place meanwhile
+            )  # it stays: nothing else gets its place meanwhile
         return last[2]
 
 
