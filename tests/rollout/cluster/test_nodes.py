@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 
@@ -190,6 +191,17 @@ def test_observations_travel_once():
     with MultiCollector(Pixels, num_collectors=2, num_envs=4, frames_per_batch=256, seed=1, cluster=cluster) as one:
         assert one.rollout()["next", "observation"].shape == (4, 64, 4, 84, 84)
     assert 1.0 < cluster.largest / (2 * 64 * 4 * 84 * 84) < 1.1
+
+
+@pytest.mark.slow
+def test_a_collector_that_is_dropped_late_leaves_the_next_ones_nodes():
+    cluster = LocalNodes(1)
+    first = MultiCollector(count_env(), num_collectors=1, frames_per_batch=8, cluster=cluster)
+    first.shutdown()
+    with MultiCollector(count_env(), num_collectors=1, frames_per_batch=8, cluster=cluster) as second:
+        del first
+        gc.collect()
+        assert second.rollout()["collector", "mask"].all()
 
 
 def test_fork_is_refused():
