@@ -107,6 +107,10 @@ def test_other_obstacles_offer_no_way_that_a_cluster_lacks():
         assert "cannot act for envs on other machines" in said
 
 
+def lock_of(env, i):
+    return threading.Lock()
+
+
 class Refusing(LocalNodes):
     """Starts nothing, and keeps the plan."""
 
@@ -153,6 +157,9 @@ def test_calls_refuse_it_before_they_send_anything_and_a_server_is_a_way_out():
                 with pytest.raises(CannotTravel, match="cannot be sent to other machines") as raised:
                     act("put", held)
                 assert "connect there" in offers_ways_out(str(raised.value))
+        with pytest.raises(CannotTravel, match="cannot be sent from the worker") as raised:
+            collector.call(lock_of)
+        assert offers_ways_out(str(raised.value)).endswith("such as an attribute of it")
         collector.call("put", 3)
         assert collector.get_attr("length") == (3, 3)
     assert [kept.get(timeout=5) for _ in range(2)] == [3, 3]
