@@ -132,9 +132,6 @@ class LocalNodes(Engine):
                 came[ticket] = HostGone(f"its process has ended (exit code {ticket[1].process.wait()})")
         return came
 
-    def room(self, index: int) -> str:
-        return "it asks for nothing"
-
     def close(self) -> None:
         with self._using:
             for host in self.hosts:

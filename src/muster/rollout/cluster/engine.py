@@ -81,9 +81,9 @@ class Engine(ABC):
     def wait(self, tickets: Collection[Ticket], timeout_s: float) -> Mapping[Ticket, Parcel | HostGone]:
         """All answers that have come, once there is one, or none at the timeout."""
 
-    @abstractmethod
     def room(self, index: int) -> str:
-        """What the node host of the i-th place asks for, and what is free, in words."""
+        """What the node host of the i-th place asks for, and what is free, in words; empty once it has its place."""
+        return ""
 
     def store_bytes(self) -> float:
         """The least memory that a node has for messages on their way; what is over goes by disk."""

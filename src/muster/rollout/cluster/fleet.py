@@ -51,6 +51,7 @@ from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
 
 _SLICE_S, _STATS_S, _ROOM_S = 0.05, 2.0, 10.0
+_SLOW = "Raise start_timeout, or look into what that machine is busy with"
 
 
 class Fleet:
@@ -401,17 +402,18 @@ class Fleet:
 
     def _look_for_room(self, member: Member, waited_s: float) -> None:
         """Says it where a node host does not begin. Raises ConfigError where that is one of the first."""
-        limit_s = self._plan.processes.start_timeout_s
-        if waited_s < _ROOM_S or (member.is_said and (member.restarts or waited_s < limit_s)):
+        is_over = waited_s >= self._plan.processes.start_timeout_s and not member.restarts
+        if waited_s < _ROOM_S or (member.is_said and not is_over):
             return
-        text = f"node {member.index} has not begun in {waited_s:.3g} s: {self._engine.room(member.index)}"
-        if member.restarts:
+        room = self._engine.room(member.index)
+        text = f"node {member.index} has not begun in {waited_s:.3g} s: {room or 'its process is slow to start'}"
+        if is_over:
+            raise ConfigError(f"{text}. {'Ask for less with muster.Node, or add machines' if room else _SLOW}")
+        if room and member.restarts:
             warnings.warn(text, RuntimeWarning, stacklevel=caller_stacklevel())
-        elif member.is_said:
-            raise ConfigError(f"{text}. Ask for less with muster.Node(cpus=...), or add machines")
-        else:
+        elif room:
             say(text)
-        member.is_said = True
+        member.is_said = bool(room)
 
     def _meet(self, member: Member, answer: Answered) -> None:
         """Checks what a node has, and has it start its collectors. Raises ConfigError."""

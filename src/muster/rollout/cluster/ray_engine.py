@@ -93,6 +93,10 @@ class RayHost(Host):
         except ConnectionLost:
             return _Unasked()  # `wait` says so
 
+    def is_placed(self, ray: Any) -> bool:
+        """Whether a process is there for it."""
+        return ray._private.state.actors(self._actor._actor_id.hex())["Address"]["Port"] != 0
+
     def kill(self) -> None:
         try:
             with self._connection.used() as ray:
@@ -203,6 +207,8 @@ class RayEngine(Engine):
     def room(self, index: int) -> str:
         asked, labels = self._asked[index], self._spots[index].wish.labels
         with self._connection.used() as ray:
+            if self._hosts[index].is_placed(ray):
+                return ""
             free = [
                 f"{host} has {_in_words({name: own.get(name, 0) for name in asked})}" for _, host, own in _free(ray)
             ]
