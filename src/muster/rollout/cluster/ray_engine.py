@@ -95,7 +95,7 @@ class RayHost(Host):
 
     def is_placed(self, ray: Any) -> bool:
         """Whether a process is there for it."""
-        return ray._private.state.actors(self._actor._actor_id.hex())["Address"]["Port"] != 0
+        return bool(ray._private.state.actors(self._actor._actor_id.hex())["Address"]["Port"])
 
     def kill(self) -> None:
         try:
