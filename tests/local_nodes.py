@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from muster.rollout.cluster.engine import Engine, Host, HostGone, Place, Ticket
+from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Place, Ticket
 from muster.rollout.cluster.node_host import NodeHost
 
 _LENGTH = struct.Struct("<Q")
@@ -26,6 +26,11 @@ def send(to: socket.socket, message: Any) -> None:
     data = pickle.dumps(message, protocol=5)
     to.sendall(_LENGTH.pack(len(data)))
     to.sendall(data)
+
+
+def as_bytes(parcel: Parcel) -> Parcel:
+    head, *buffers = parcel
+    return [head, *map(bytearray, buffers)]
 
 
 def received(come_from: socket.socket) -> Any:
@@ -47,8 +52,7 @@ def received(come_from: socket.socket) -> Any:
 class LocalHost(Host):
     numbers = itertools.count()
 
-    def __init__(self, index: int, plan: bytes) -> None:
-        self.host = self.node_id = f"local-{index}"
+    def __init__(self, index: int) -> None:
         self.index = index
         self.end, other = socket.socketpair()
         self._sending = threading.Lock()
@@ -58,15 +62,15 @@ class LocalHost(Host):
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(other.fileno())], pass_fds=[other.fileno()], stdin=subprocess.DEVNULL
             )
-        self._send((sys.path, plan))
+        self._send((sys.path, f"local-{index}"))
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError), self._sending:  # where it has ended, the next read says so
             send(self.end, message)
 
-    def ask(self, order: bytes, *, beside: bool = False) -> Ticket:
+    def ask(self, order: Parcel, *, beside: bool = False) -> Ticket:
         ticket = next(self.numbers), self
-        self._send((ticket[0], order, beside))
+        self._send((ticket[0], as_bytes(order), beside))
         return ticket
 
     def kill(self) -> None:
@@ -79,23 +83,25 @@ class LocalHost(Host):
 class LocalNodes(Engine):
     """Node hosts on this machine. hosts: all that were started, in that order."""
 
+    name = "this machine"
+
     def __init__(
         self, nodes: int = 2, *, node_timeout: float = 15.0, min_nodes: int = 1, collectors: Sequence[int] = ()
     ) -> None:
         self.node_timeout, self.min_nodes = node_timeout, min_nodes
-        self._places = [Place(f"local-{i}", collectors=collectors[i] if collectors else None) for i in range(nodes)]
+        self._places = [Place(collectors=collectors[i] if collectors else None) for i in range(nodes)]
         self.hosts: list[LocalHost] = []
-        self._came: dict[Ticket, bytes] = {}
+        self._came: dict[Ticket, Parcel] = {}
         self._using = threading.RLock()
 
     def places(self, most: int) -> Sequence[Place]:
         return self._places[:most]
 
-    def start(self, index: int, plan: bytes) -> Host:
-        self.hosts.append(LocalHost(index, plan))
+    def start(self, index: int, collectors: int) -> Host:
+        self.hosts.append(LocalHost(index))
         return self.hosts[-1]
 
-    def wait(self, tickets: Collection[Ticket], timeout_s: float) -> Mapping[Ticket, bytes | HostGone]:
+    def wait(self, tickets: Collection[Ticket], timeout_s: float) -> Mapping[Ticket, Parcel | HostGone]:
         until = time.monotonic() + timeout_s
         while True:
             with self._using:
@@ -103,7 +109,7 @@ class LocalNodes(Engine):
             if came or time.monotonic() >= until:
                 return came
 
-    def _take(self, tickets: Collection[Ticket], timeout_s: float) -> dict[Ticket, bytes | HostGone]:
+    def _take(self, tickets: Collection[Ticket], timeout_s: float) -> dict[Ticket, Parcel | HostGone]:
         by_end = {host.end: host for host in self.hosts if not host.gone}
         timeout_s = 0.0 if any(ticket in self._came for ticket in tickets) else timeout_s
         if not by_end:
@@ -118,13 +124,16 @@ class LocalNodes(Engine):
                 except (EOFError, OSError):
                     host.gone = True
                     del by_end[end]
-        came: dict[Ticket, bytes | HostGone] = {
+        came: dict[Ticket, Parcel | HostGone] = {
             ticket: self._came.pop(ticket) for ticket in tickets if ticket in self._came
         }
         for ticket in tickets:
             if ticket not in came and ticket[1].gone:
                 came[ticket] = HostGone(f"its process has ended (exit code {ticket[1].process.wait()})")
         return came
+
+    def room(self, index: int) -> str:
+        return "it asks for nothing"
 
     def close(self) -> None:
         with self._using:
@@ -140,15 +149,14 @@ class LocalNodes(Engine):
 
 def serve(end: socket.socket) -> None:
     """Runs a node host until the driver's end is closed."""
-    path, plan = received(end)
-    sys.path[:] = path
-    host = NodeHost(plan)
-    orders: list[tuple[int, bytes]] = []
+    sys.path[:], name = received(end)
+    host = NodeHost(name, name)
+    orders: list[tuple[int, Parcel]] = []
     there, sending = threading.Condition(), threading.Lock()
 
-    def reply(number: int, data: bytes) -> None:
+    def reply(number: int, answer: Parcel) -> None:
         with sending, contextlib.suppress(OSError):
-            send(end, (number, data))
+            send(end, (number, as_bytes(answer)))
 
     def read() -> None:
         while True:

@@ -146,7 +146,7 @@ def test_one_file_imports_ray() -> None:
     importing = [
         name_of(path) for path in modules() if "ray" in {one.partition(".")[0] for one in names_imported_by(path)}
     ]
-    assert importing == ["rollout.cluster.ray_engine"]
+    assert importing == ["rollout.cluster.ray_connection"]
 
 
 def test_only_an_import_that_goes_up_is_noticed() -> None:

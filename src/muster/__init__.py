@@ -18,6 +18,7 @@ from muster.worker_info import get_worker_info
 
 if TYPE_CHECKING:
     from muster.doctor.diagnosing import diagnose
+    from muster.rollout.cluster.nodes import Node, RayCluster
     from muster.rollout.collector import Collector
     from muster.rollout.multi_collector import MultiCollector
     from muster.rollout.processes.policy_travel import rebuild_with
@@ -28,18 +29,22 @@ if TYPE_CHECKING:
 _LATER = {
     "Collector": "rollout.collector",
     "MultiCollector": "rollout.multi_collector",
+    "Node": "rollout.cluster.nodes",
+    "RayCluster": "rollout.cluster.nodes",
     "diagnose": "doctor.diagnosing",
     "load_policy": "training.run_policy",
     "rebuild_with": "rollout.processes.policy_travel",
 }
 _SUBMODULES = ("algorithms", "interop", "nn", "rollout")
-_NEED_TORCH = {"Collector", "MultiCollector", "algorithms", "load_policy", "nn", "rebuild_with", "rollout"}
+_NEED_TORCH = {*_LATER, "algorithms", "nn", "rollout"} - {"diagnose"}
 
 __all__ = [
     "Collector",
     "MultiAgentVectorEnv",
     "MultiCollector",
     "MusterError",
+    "Node",
+    "RayCluster",
     "VectorEnv",
     "diagnose",
     "get_worker_info",

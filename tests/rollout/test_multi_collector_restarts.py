@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import threading
+import time
 import warnings
 
 import gymnasium as gym
@@ -250,18 +251,26 @@ def test_a_value_reaches_the_envs_of_a_replica_that_dies_before_or_while_it_is_s
 
 
 class Halting(CountingEnv):
-    """Hangs in its third step."""
+    """Hangs in its third step, once."""
+
+    def __init__(self, mark):
+        super().__init__(length=9)
+        self.mark = mark
 
     def step(self, action):
-        if self.count == 2:
+        if self.count == 2 and not self.mark.exists():
+            self.mark.touch()
             threading.Event().wait()
         return super().step(action)
 
 
-def test_a_replaced_collector_is_warned_of_with_the_batch_that_it_has_cost():
-    envs, options = functools.partial(Halting, length=9), {"num_collectors": 1, "frames_per_batch": 2, "sync": False}
+def test_a_replaced_collector_is_warned_of_with_the_batch_that_it_has_cost(tmp_path):
+    options = {"num_collectors": 1, "frames_per_batch": 2, "sync": False}
+    envs = functools.partial(Halting, tmp_path / "hung")
     with Restarting(envs, zeros_policy, **options) as collector:
         collector.rollout()  # its collector is in the next one already
+        while not (tmp_path / "hung").exists():
+            time.sleep(0.01)
         (worker,) = collector.stats()["collectors"]["workers"]
         os.kill(worker["pid"], signal.SIGKILL)
         assert collector.get_attr("length") == (9,)  # which waits for that one; filters make errors of warnings

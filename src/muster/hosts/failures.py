@@ -87,7 +87,7 @@ def not_sent_there(result: Any, error: Exception, call: UserCall) -> CannotTrave
     """The error for the result of a call that cannot be pickled in the worker."""
     return CannotTravel(
         f"a {type_name(result)} cannot be sent from the worker: {error}. Ask for something smaller, such as an "
-        f"attribute of it, or use {call.in_process}"
+        f"attribute of it{f', or use {call.in_process}' if call.in_process else ''}"
     )
 
 

@@ -25,13 +25,10 @@ def plans_of(
     first_envs: Sequence[int],
     processes: Processes,
     content: Callable[[Recipes, range], Any],
-    *,
-    far: bool = False,
 ) -> list[Plan]:
     """The plans of worker processes, between which the envs are split at `first_envs`.
 
     content: what a resident is built from, a dataclass with a field `recipes`; called with these and their envs.
-    far: whether the processes start on other machines, where no file descriptor of this one counts.
     Raises CannotTravel.
     """
     forks, init = processes.context == "fork", processes.init.function
@@ -41,7 +38,7 @@ def plans_of(
     for worker, envs in enumerate(itertools.starmap(range, itertools.pairwise(first_envs))):
         info = WorkerInfo(None, worker, len(recipes), len(first_envs) - 1, seed=None)
         plan, own = Plan(None, info, envs), recipes[envs.start : envs.stop]
-        fds = None if far else plan.fds
+        fds = None if recipes[0].call.far else plan.fds
         plan.content = content(
             own if forks else pack(own, start_method=processes.context, big=plan.big, fds=fds, init=init), envs
         )

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from muster.introspection import attributes_of, module_name
+from muster.pickling.user_call import current_call
 from muster.pickling.walk import is_found_by_name
 
 ByFork = Literal["safe", "risky", "breaks"]
@@ -58,7 +59,9 @@ def kind_of(value: Any) -> Kind | None:
         kind = _KINDS.get(f"{module_name(base).partition('.')[0]}.{base.__name__}")
         if kind is not None:
             changes = {} if kind.changes is None else kind.changes(value)
-            return None if changes is None else replace(kind, **changes)
+            known = None if changes is None else replace(kind, **changes)
+            is_left = known is not None and known.shared == "always" and current_call().far
+            return replace(known, **_STAYS_HERE) if known is not None and is_left else known
     return None
 
 
@@ -67,6 +70,13 @@ def is_shared(value: Any) -> bool:
     kind = kind_of(value)
     return kind is not None and kind.shared == "always"
 
+
+_STAYS_HERE: dict[str, Any] = {
+    "reason": "it exists on this machine alone",
+    "instead": "Serve it here by host and port, with a multiprocessing.managers.BaseManager, say, and connect there, "
+    "in a function of a module: muster.lazy(function) as an env's argument, or policy_factory",
+    "refused": True,
+}
 
 # ---- the state of one object
 

@@ -19,7 +19,7 @@ from muster.pickling.culprits import Culprit, culprits_in, noted_in, search_haza
 from muster.pickling.main_module import MAIN_NAMES, by_name, is_only_here
 from muster.pickling.probe import PickleAttempt, attempt
 from muster.pickling.remedies import Remedy, remedy_for
-from muster.pickling.user_call import MAKE_VEC, UserCall
+from muster.pickling.user_call import MAKE_VEC, UserCall, called_as
 
 # Together below the 5 s that a caller waits at most for an answer about an object that hangs.
 _SILENCE_S = 2.5
@@ -54,7 +54,10 @@ def dumps(
     """
 
     def pickled() -> PickleAttempt:
-        return attempt(value, silence_s=_SILENCE_S, before=before, lays_main=lays_main, forks=forks, big=big, fds=fds)
+        with called_as(call):
+            return attempt(
+                value, silence_s=_SILENCE_S, before=before, lays_main=lays_main, forks=forks, big=big, fds=fds
+            )
 
     outcome, named = pickled(), ""
     if outcome.error is not None and (named := _only_here_in(outcome.seen)):
@@ -68,9 +71,9 @@ def dumps(
         elif before or start_method is None:  # what has loaded them is worker_init
             outcome = by_names
     if outcome.data is None:
-        shares = fds is not None
-        culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=shares)
-        said = _explain(culprits, start_method, parts, call)
+        with called_as(call):
+            culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=fds is not None)
+            said = _explain(culprits, start_method, parts, call)
         if named:
             said += f"\n  Only this process knows {named}, whose contents are sent. Or pass {_IMPORTING.format(named)}"
         raise CannotTravel(said) from outcome.error
@@ -163,9 +166,10 @@ def _explain(culprits: Sequence[Culprit], start_method: str | None, parts: dict[
     """The message about culprits, at least one of which blocks: paths, reasons, the remedy, and other ways out."""
     blocking = [culprit for culprit in culprits if culprit.severity == "blocks"]
     argument, _ = blocking[0].obstacle.argument()
-    if start_method is None:
-        lines = [f"{argument} cannot be sent to a worker that runs already.", *_found(blocking)]
-        return "\n".join([*lines, _instead(blocking, call, running=True)])
+    if start_method is None or call.far:
+        where = "other machines" if call.far else "a worker that runs already"
+        lines = [f"{argument} cannot be sent to {where}.", *_found(blocking)]
+        return "\n".join([*lines, _instead(blocking, call, running=start_method is None)])
     how = call.context.format(method=start_method)
     lines = [f"{argument} cannot be sent to a worker ({how}).", *_found(blocking), _instead(blocking, call)]
     lines += ["  " + _about_fork(blocking, parts, call), f"  {call.in_process} hands over this very object."]

@@ -18,6 +18,7 @@ class UserCall:
     in_process: what hands over the very objects, since it steps the envs in the calling process; empty where this call
     does.  one_each: a process for each env.
     context: the argument that chooses the start method `{method}`; empty where nothing is started.
+    far: whether what is sent goes to other machines.
     """
 
     name: str
@@ -26,6 +27,7 @@ class UserCall:
     in_process: str
     one_each: str
     context: str
+    far: bool = False
 
     def sent(self) -> str:
         """What workers receive, in words."""

@@ -111,7 +111,7 @@ class Ready(Message):
 class Failed(Message):
     """An exception that ended a worker's start, or a resident's work.
 
-    exception: pickled, or itself in the same process; None where it cannot be rebuilt.
+    exception: pickled, or itself in the same process; None where it cannot be rebuilt.  cause: its ``__cause__``, too.
     about: the sentence about an exception that does not come from the resident, but from what was set up before it.
     """
 
@@ -120,17 +120,23 @@ class Failed(Message):
     traceback: str
     exception: BaseException | bytes | None
     about: str = ""
+    cause: BaseException | bytes | None = None
 
     @classmethod
     def of(cls, error: BaseException, dumps: Callable[[object], bytes] | None, about: str = "") -> Failed:
         """The report of `error`. dumps: pickles for the owner; None where that is in this process."""
         trace = "".join(traceback.format_exception(error))
-        sent = error if dumps is None else portable(error, dumps)
-        return cls(type_name(error), message_of(error), trace, sent, about)
+        sent, cause = (
+            one if dumps is None or one is None else portable(one, dumps) for one in (error, error.__cause__)
+        )
+        return cls(type_name(error), message_of(error), trace, sent, about, cause)
 
     def original(self) -> BaseException | None:
         """The exception itself; None where it cannot be rebuilt."""
-        return rebuilt(self.exception) if isinstance(self.exception, bytes) else self.exception
+        error, cause = (rebuilt(one) if isinstance(one, bytes) else one for one in (self.exception, self.cause))
+        if error is not None and cause is not None:
+            error.__cause__ = cause
+        return error
 
 
 @dataclass(eq=False)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 _said: set[str] = set()
+_say_elsewhere: Callable[[str], None] | None = None
+
+
+def say_by(say: Callable[[str], None]) -> None:
+    """Has lines of this process go to `say`, which has them written where the user looks."""
+    global _say_elsewhere
+    _say_elsewhere = say
 
 
 def say_once(text: str) -> None:
@@ -22,6 +29,9 @@ def say_once(text: str) -> None:
 
 def say(text: str) -> None:
     """Writes a line to stderr, if there is one."""
+    if _say_elsewhere is not None:
+        _say_elsewhere(text)
+        return
     with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is None, closed, or a terminal that is gone
         sys.stderr.write(f"muster: {text}\n")
         sys.stderr.flush()

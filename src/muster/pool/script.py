@@ -18,6 +18,7 @@ import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any, cast
 
 from muster.errors import UsageError
@@ -55,13 +56,14 @@ class Script:
     """A script: its file, and its module's name where Python was started with ``-m``.
 
     folder: the working directory in which it began.  line: of its top level, where the vector env is being made; None
-    where that is in another thread, or not known.
+    where that is in another thread, or not known.  text: the file's content, for machines that have no such file.
     """
 
     path: str
     module: str | None
     folder: str | None
     line: int | None
+    text: bytes | None = None
 
     @classmethod
     def of_this_process(cls) -> Script | None:
@@ -144,8 +146,8 @@ class Script:
             code = cast(Any, spec.loader).get_code(self.module)
             package: str | None = spec.parent
         else:
-            with open(self.path, "rb") as file:
-                code = compile(file.read(), self.path, "exec", dont_inherit=True)  # of the flags of this module
+            text = Path(self.path).read_bytes() if self.text is None else self.text
+            code = compile(text, self.path, "exec", dont_inherit=True)  # of the flags of this module
             package = None
         vars(main).update(__name__=MAIN_NAMES[1], __file__=self.path, __package__=package, __cached__=None)
         exec(code, vars(main))

@@ -11,6 +11,7 @@ import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -211,6 +212,13 @@ class SetUp:
         lacks = init.function is None and init.script is None
         init = replace(init, function=None)
         return cls(CallerSettings.current(), LogLevels.current(), sys.argv, script, init, lacks)
+
+    def elsewhere(self) -> SetUp:
+        """The same for machines that may not have the script's file."""
+        script = self.init.script
+        if script is None or script.module is not None:
+            return self
+        return replace(self, init=replace(self.init, script=replace(script, text=Path(script.path).read_bytes())))
 
     def apply(self) -> None:
         """Sets it up in this worker process. Raises what the script raises."""

@@ -49,9 +49,13 @@ class CollectorOptions:
         """The number of restarts that a collector may need; None where a failure is raised."""
         return self.max_restarts if self.on_failure == "restart" else None
 
-    def processes(self, preloads: tuple[str, ...]) -> Processes:
-        """How the collectors' processes start. preloads: of the launcher, whose imports `worker_env` cannot reach."""
+    def processes(self, preloads: tuple[str, ...], *, far: bool = False) -> Processes:
+        """How the collectors' processes start. preloads: of the launcher, whose imports `worker_env` cannot reach.
+
+        far: whether that is on other machines.
+        """
         init = choose_init(self.worker_init, starts_fresh=self.context != "fork")
+        set_up = SetUp.of_this_process(init)
         return Processes(
             "forkserver" if self.context == "auto" else self.context,
             self.start_timeout,
@@ -59,7 +63,7 @@ class CollectorOptions:
             self.worker_env,
             init,
             () if any(self.worker_env) else preloads,
-            set_up=SetUp.of_this_process(init),
+            set_up=set_up.elsewhere() if far else set_up,
         )
 
     def close_limits(self, nouns: Nouns) -> CloseLimits:

@@ -19,7 +19,7 @@ from torch import Tensor
 from muster.arguments import explains_keywords, whole
 from muster.backends.process import check_pool
 from muster.envs.adapt import adapted_recipes, with_torchrl
-from muster.errors import ConfigError
+from muster.errors import CannotTravel, ConfigError
 from muster.hosts.requests import KeptAttributes
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
@@ -29,6 +29,8 @@ from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.cluster.engine import Engine
 from muster.rollout.cluster.fleet import Fleet
+from muster.rollout.cluster.nodes import RayCluster
+from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
@@ -46,6 +48,7 @@ MULTI_COLLECTOR = replace(
     one_each="num_collectors=num_envs",
 )
 ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "worker_init")
+_ON_NODES = replace(MULTI_COLLECTOR, in_process="", context="", far=True)
 
 
 class MultiCollector(BatchSource):
@@ -74,7 +77,9 @@ class MultiCollector(BatchSource):
     max_restarts: how often within a minute one collector's envs may raise, or the collector may be replaced, before an
         error is raised after all.
     collect_timeout: seconds that a collector may take for a batch before it is killed.
-    cluster: what starts node hosts, which run the collectors on other machines; internal so far.
+    cluster: None for collectors on this machine; a `muster.RayCluster`, or "ray" for its defaults, for collectors on
+        the nodes of a Ray cluster, split between them in the order of their indices. Batches are those of home. A node
+        that is lost is not waited for: its rows are masked until another is in its place, see `on_failure`.
     close_timeout: seconds that `shutdown` waits for each env's own ``close()``, see `make_vec`.
 
     Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[N, T]``, says which weights acted.
@@ -118,7 +123,7 @@ class MultiCollector(BatchSource):
         on_failure: str = "raise",
         max_restarts: int = 10,
         threads_per_collector: int = 1,
-        cluster: Engine | None = None,
+        cluster: RayCluster | Engine | str | None = None,
     ) -> None:
         super().__init__(
             frames_per_batch=frames_per_batch,
@@ -142,7 +147,8 @@ class MultiCollector(BatchSource):
             "initial_state": dict(initial_state or {}),
             "exploration": exploration,
         }
-        self.policy, recipes = policy, _understood(envs, num_envs, num_collectors, make_vec_options)
+        with called_as(MULTI_COLLECTOR if cluster is None else _ON_NODES):
+            self.policy, recipes = policy, _understood(envs, num_envs, num_collectors, make_vec_options)
         self._count_envs(len(recipes))
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 
@@ -159,8 +165,9 @@ class MultiCollector(BatchSource):
         """Starts the collectors, or the one that acts for all where the policy stays here. for_each: their options."""
         require_shapes(self.policy)
         self._num_collectors = options.num_workers
-        obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
-        if obstacle is None or self._cluster is not None:  # packing the policy says what is wrong with that
+        with called_as(recipes[0].call):
+            obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
+        if obstacle is None:
             return Replicas(
                 recipes,
                 self.policy,
@@ -171,9 +178,10 @@ class MultiCollector(BatchSource):
                 collector_options=for_each,
                 options=options,
                 runs=ReplicaPool if self._cluster is None else self._on_nodes,
-                far=self._cluster is not None,
             )
-        warnings.warn(_explained(obstacle, self._threshold), UserWarning, stacklevel=caller_stacklevel())
+        if self._cluster is not None:
+            raise CannotTravel(_explained(obstacle, stays="cannot act for envs on other machines while it stays here"))
+        warnings.warn(_explained(obstacle, threshold=self._threshold), UserWarning, stacklevel=caller_stacklevel())
         for_each |= {
             "num_envs": len(recipes),
             "make_vec_options": {**(make_vec_options or {}), **vars(options)},
@@ -184,7 +192,8 @@ class MultiCollector(BatchSource):
 
     def _on_nodes(self, plan: PoolPlan, weights_fd: int, attributes: KeptAttributes) -> Fleet:
         assert self._cluster is not None
-        self._fleet = Fleet(plan, attributes, self._cluster)
+        engine = RayEngine(self._cluster) if isinstance(self._cluster, RayCluster) else self._cluster
+        self._fleet = Fleet(plan, attributes, engine)
         return self._fleet
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -296,11 +305,13 @@ class MultiCollector(BatchSource):
         return batch
 
 
-def _checked(cluster: Engine | None, context: str) -> Engine | None:
-    if cluster is None or (isinstance(cluster, Engine) and context != "fork"):
+def _checked(cluster: RayCluster | Engine | str | None, context: str) -> RayCluster | Engine | None:
+    if cluster == "ray":
+        cluster = RayCluster()
+    if not (cluster is None or isinstance(cluster, RayCluster | Engine)):
+        raise ConfigError("cluster", "None, 'ray' or a muster.RayCluster", cluster)
+    if cluster is None or context != "fork":
         return cluster
-    if not isinstance(cluster, Engine):
-        raise ConfigError(f"cluster must be None or what starts node hosts, got {type(cluster).__name__} {cluster!r}")
     raise ConfigError(
         'context="fork" has collectors inherit what this process holds, and those of cluster= start on other machines; '
         'leave context out, or use "forkserver" or "spawn"'
@@ -328,15 +339,14 @@ def _understood(
     options = env_options(make_vec_options)
     if num_envs is None and not isinstance(envs, (list, tuple)):
         num_envs = num_collectors
-    with called_as(MULTI_COLLECTOR):
-        recipes = adapted_recipes(
-            envs,
-            num_envs,
-            env_kwargs=options.get("env_kwargs"),
-            wrappers=with_torchrl(options.get("wrappers")),
-            groups=options.get("groups"),
-            state=options.get("state", True),
-        )
+    recipes = adapted_recipes(
+        envs,
+        num_envs,
+        env_kwargs=options.get("env_kwargs"),
+        wrappers=with_torchrl(options.get("wrappers")),
+        groups=options.get("groups"),
+        state=options.get("state", True),
+    )
     if len(recipes) < num_collectors:
         raise ConfigError(f"num_collectors={num_collectors}, but there are only {len(recipes)} envs; each needs one")
     return recipes
@@ -360,9 +370,13 @@ def _threshold_of(threshold: float | None, sync: bool) -> float:
     return 1.0 if threshold is None else threshold
 
 
-def _explained(obstacle: Obstacle, threshold: float) -> str:
+def _explained(
+    obstacle: Obstacle,
+    *,
+    stays: str = "stays in this process and acts for all envs, which are stepped in workers",
+    threshold: float = 1.0,
+) -> str:
     ways_out = "; or\n  ".join(obstacle.ways_out())
-    stays = "stays in this process and acts for all envs, which are stepped in workers"
     if obstacle.marked:
         what = f"the policy {stays}, as it asks: {obstacle}."
     else:

@@ -106,11 +106,18 @@ class Storage:
         return [rows[t] for rows in self.observations] if t < self.T else self.last
 
     def columns(self) -> list[Array]:
-        """All arrays ``[N, ...]``, env first: one env's part of each is one run of memory."""
+        """All arrays ``[N, ...]`` that `compact` leaves, env first: one env's part of each is one run of memory."""
         flags = self.terminated, self.truncated, self.mask, self.begins
         outputs = [rows.numpy() for rows in self.outputs.values()]
-        rows = (*self.observations, *self.next_observations, *self.rewards, *flags, *outputs)
+        rows = (*self.observations, *self.rewards, *flags, *outputs)
         return [*(one.swapaxes(0, 1) for one in rows), *self.last]
+
+    def write_columns(self, part: slice, columns: Sequence[Array]) -> None:
+        """Writes those of the envs `part`. What follows each action is what the next is for, until `add_ends`."""
+        for own, column in zip(self.columns(), columns, strict=True):
+            own[part] = column
+        for after, rows, last in zip(self.next_observations, self.observations, self.last, strict=False):
+            after[:-1, part], after[-1, part] = rows[1:, part], last[part]
 
     def clear_flags(self) -> None:
         """Clears all flags: a row ends nothing, begins nothing and is not masked until it is written."""
@@ -182,7 +189,8 @@ class Storage:
 
     def add_ends(self, finals: Sequence[Final], losses: Sequence[Loss], first_env: int) -> None:
         """Adds what others have kept beside the columns of envs from `first_env` on, which they count from 0."""
-        self.finals += [Final(one.time, first_env + one.env, one.leaves) for one in finals]
+        for one in finals:
+            self.write_final(Final(one.time, first_env + one.env, one.leaves))
         self.losses += [Loss(one.time, first_env + one.env, one.reason) for one in losses]
 
     def to_batch(self, traj_ids: Array) -> TensorDict:

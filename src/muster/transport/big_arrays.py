@@ -29,7 +29,6 @@ class BigArrays:
     """
 
     def __init__(self, fd: int, buffers: Sequence[Sequence[pickle.PickleBuffer]]) -> None:
-        # The keys are addresses and lengths: the buffers of one array may be different objects.
         known: dict[tuple[int, int, bool], Place] = {}
         pickles: list[Place] = []
         end = 0
@@ -39,7 +38,7 @@ class BigArrays:
             places = []
             for buffer in own:
                 raw = buffer.raw()
-                key = (np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes, raw.readonly)
+                key = memory_of(raw)
                 if key not in known:
                     known[key] = (end, raw.nbytes, raw.readonly)
                     if isinstance(raw.obj, bytes):
@@ -88,6 +87,11 @@ def map_big_arrays(fd: int, places: Sequence[Place]) -> list[memoryview]:
         views.append(view.toreadonly() if readonly else view)
         seen.add(place)
     return views
+
+
+def memory_of(raw: memoryview) -> tuple[int, int, bool]:
+    """Address, size and whether it is read-only: equal for the buffers of one array, which may be different objects."""
+    return np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes, raw.readonly
 
 
 def memfd(name: str) -> int:

@@ -125,6 +125,11 @@ def make_vec(
     Raises RecipeError, CannotTravel, EnvError (an env could not be built), SpecMismatch (the envs differ), WorkerDied,
     WorkerTimeout, NotEnoughMemory, OneEnvPerProcess, ConfigError.
     """
+    if backend == "ray":  # others' vector envs have one
+        raise ConfigError(
+            "backend='ray' would send each step over the network and wait for it. Have collectors there step the envs: "
+            "muster.MultiCollector(envs, policy, num_collectors=..., cluster='ray')"
+        )
     one_of("backend", backend, BACKENDS)
     mode = _autoreset_mode(autoreset_mode)
     one_of("observation_mode", observation_mode, ("same", "different"))

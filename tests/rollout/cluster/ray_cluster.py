@@ -1,6 +1,8 @@
 """A Ray cluster for tests, which runs until stdin ends. A line of stdin is a command; each is answered by a line.
 
+The argument is the number of raylets, of 1 CPU each; the first one is the head's, and with several has none.
 ``metadata JSON``: what the head says of the cluster's versions.  ``no raylet``: kills the head's raylet.
+``no head``: kills the head.  ``remove NODE_ID``: kills that node's raylet.  ``add``: starts one more.
 """
 
 from __future__ import annotations
@@ -10,16 +12,29 @@ import sys
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+raylets = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+of_head = {"num_cpus": int(raylets == 1), "include_dashboard": False, "object_store_memory": 100 << 20}
+cluster = Cluster(initialize_head=True, head_node_args=of_head)
+of_node = {"num_cpus": 1, "object_store_memory": 100 << 20}
+for _ in range(raylets - 1):
+    cluster.add_node(wait=False, **of_node)
 head = GcsClient(address=cluster.address)
+while sum(one.state == 0 for one in head.get_all_node_info(timeout=10).values()) < raylets:
+    pass
 print(cluster.address, flush=True)
 for line in sys.stdin:
     verb, _, content = line.strip().partition(" ")
     if verb == "metadata":
         head.internal_kv_put(b"CLUSTER_METADATA", content.encode(), True, b"cluster")
-    elif verb == "no":
+    elif content == "raylet":
         cluster.head_node.kill_raylet()
-        while any(one.state == 0 for one in head.get_all_node_info(timeout=10).values()):
+        while sum(one.state == 0 for one in head.get_all_node_info(timeout=10).values()) == raylets:
             pass
+    elif content == "head":
+        cluster.head_node.kill_gcs_server()
+    elif verb == "remove":
+        cluster.remove_node(next(one for one in cluster.worker_nodes if one.node_id == content), allow_graceful=False)
+    elif verb == "add":
+        cluster.add_node(wait=False, **of_node)
     print("done", flush=True)
 cluster.shutdown()

@@ -6,6 +6,7 @@ import functools
 import os
 import pickle
 import signal
+import sys
 import time
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 from collecting import Constant, count_env
 
 import muster
+import programs
 from local_nodes import LocalNodes
 from muster.errors import NodeLost
+from muster.rollout.cluster.node_host import opened, sealed
 from muster.rollout.multi_collector import MultiCollector
 from processes import descendants
 
@@ -123,14 +126,14 @@ def node_of(env, i):
 class OldWeights(LocalNodes):
     """Loses the weights on their way to node 1 from the second version on."""
 
-    def start(self, index, plan):
-        host = super().start(index, plan)
+    def start(self, index, collectors):
+        host = super().start(index, collectors)
         ask = host.ask
 
         def drop(order, *, beside=False):
-            name, *others = pickle.loads(order)
+            name, *others = opened(order)
             if index == 1 and name == "collect" and others[1] is not None and others[1][0] > 1:
-                order = pickle.dumps((name, others[0], None))
+                order = sealed((name, others[0], None))
             return ask(order, beside=beside)
 
         host.ask = drop
@@ -170,3 +173,64 @@ def test_the_error_of_an_env_is_that_of_home():
 
 def divide(env, i, by):
     return i / by
+
+
+class LateStops(LocalNodes):
+    """Holds back what ends a batch early until the next batch is under way."""
+
+    def start(self, index, collectors):
+        host = super().start(index, collectors)
+        ask, held = host.ask, []
+
+        def hold(order, *, beside=False):
+            name, *_ = opened(order)
+            if name == "stop":
+                held.append(order)
+                return ask(sealed(("ping",)), beside=True)
+            ticket = ask(order, beside=beside)
+            while name == "collect" and held:
+                ask(held.pop(), beside=True)
+            return ticket
+
+        host.ask = hold
+        return host
+
+
+@pytest.mark.slow
+def test_a_stop_that_comes_late_does_not_end_the_next_batch():
+    with collecting(LateStops(), preemptive_threshold=0.5) as collector:
+        for _ in range(20):
+            assert collector.rollout()["collector", "mask"].all()
+
+
+SCRIPT = """
+import sys
+sys.path += {path!r}
+import os, warnings
+from collecting import Constant, count_env
+from local_nodes import LocalNodes
+from muster.rollout.multi_collector import MultiCollector
+STATE = ["top level"]
+
+def state(env, i):
+    return sys.modules["__main__"].STATE, sys.argv
+
+if __name__ == "__main__":
+    cluster = LocalNodes()
+    options = {{"num_collectors": 2, "frames_per_batch": 16, "make_vec_options": {{"worker_init": "script"}}}}
+    with MultiCollector(count_env(), Constant(), cluster=cluster, on_failure="restart", **options) as collector:
+        os.unlink(__file__)
+        cluster.hosts[1].process.kill()
+        warnings.simplefilter("ignore")
+        while len(cluster.hosts) < 3 or collector.nodes()[1]["state"] != "up":
+            collector.rollout()
+        print(collector.call(state))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_runs_where_its_file_is_not(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(path=[folder for folder in sys.path if "tests" in folder]))
+    done = programs.run(script, "--fast", imports=programs.TORCH, check=True)
+    assert done.stdout.strip() == str(((["top level"], [str(script), "--fast"]),) * 2)

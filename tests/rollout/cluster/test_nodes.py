@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
+from agent_envs import Script
 from collecting import count_env
 from counting_env import NoisyEnv
+from gymnasium import spaces
 from torch import nn
 
 import muster
@@ -68,19 +74,160 @@ def at_home(compact):
     return story(None, compact=compact)
 
 
+def assert_equal(home, batches):
+    for own, other in zip(home, batches, strict=True):
+        assert {*own.keys(True, True)} == {*other.keys(True, True)}
+        for key in own.keys(True, True):
+            assert torch.equal(own[key], other[key]), key
+
+
 @pytest.mark.parametrize("case", [(2, False), *slow((1, False), (3, True), (2, True))])
 def test_batches_are_those_of_home(case):
     nodes, compact = case
     home, told_at_home = at_home(compact)
     batches, told = story(LocalNodes(nodes), compact=compact)
-    for own, other in zip(home, batches, strict=True):
-        assert {*own.keys(True, True)} == {*other.keys(True, True)}
-        for key in own.keys(True, True):
-            assert torch.equal(own[key], other[key]), key
+    assert_equal(home, batches)
     assert told[:-1] == told_at_home[:-1]
     assert told[-1] == [("up", 2)] * nodes
+
+
+class Rough(NoisyEnv):
+    """Raises in its eleventh step; ends its process in its fifth, unless another has done that already."""
+
+    def __init__(self, ended=None):
+        super().__init__()
+        self.ended, self.steps = ended, 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 5 and self.ended is not None and not self.ended.exists():
+            self.ended.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.steps == 11:
+            raise RuntimeError("the motor is stuck")
+        return super().step(action)
+
+
+class Crowd(Script):
+    """Agents that come, end and are away."""
+
+    def __init__(self):
+        there = ["a_0 a_1 b_0", "a_0 a_1 b_0", "a_1 b_0", "a_1", "a_1 b_0", "a_1 b_0", ""]
+        super().__init__(there, {(2, "a_0"): "terminated", (6, "a_1"): "truncated", (6, "b_0"): "terminated"})
+
+
+@pytest.mark.filterwarnings("ignore:.*(failed and|collector 2 .*) was replaced|.*left env.agents:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("agents", "compact"),
+    [
+        (False, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, True), (True, False), (True, True))),
+    ],
+)
+def test_rows_that_were_cut_lost_or_of_agents_are_those_of_home(agents, compact, tmp_path):
+    def batches(name, cluster):
+        envs = [NoisyEnv, Rough, Rough, functools.partial(Rough, tmp_path / name)]
+        with MultiCollector(
+            [Crowd] * 4 if agents else envs,
+            None if agents else Drawn(),
+            num_collectors=3,
+            frames_per_batch=52,
+            max_frames_per_traj=4,
+            seed=5,
+            compact=compact,
+            on_failure="restart",
+            context="auto" if cluster else "fork",
+            cluster=cluster,
+        ) as collector:
+            return [collector.rollout() for _ in range(3)]
+
+    home = batches("home", None)
+    assert_equal(home, batches("nodes", LocalNodes()))
+    assert agents or [int((~batch["collector", "mask"]).sum()) for batch in home] == [15, 3, 3]
+
+
+class Narrow(LocalNodes):
+    """Has little room for messages."""
+
+    def store_bytes(self):
+        return 100_000
+
+
+@pytest.mark.slow
+def test_batches_for_which_a_store_is_too_small_are_said():
+    with pytest.warns(UserWarning, match="take up to 1 MB, and a node of this machine has 0 MB for them"):
+        MultiCollector(count_env(), num_collectors=2, frames_per_batch=8192, cluster=Narrow()).shutdown()
+
+
+class Weighed(LocalNodes):
+    """Counts the bytes of the largest answer."""
+
+    largest = 0
+
+    def wait(self, tickets, timeout_s):
+        came = super().wait(tickets, timeout_s)
+        self.largest = max([self.largest, *(sum(map(len, data)) for data in came.values() if isinstance(data, list))])
+        return came
+
+
+class Pixels(gym.Env):
+    """Frames of 28 KB; an episode ends after 20 steps."""
+
+    observation_space, action_space, count = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(2), 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.integers(0, 256, (4, 84, 84), np.uint8), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.np_random.integers(0, 256, (4, 84, 84), np.uint8), 0.0, self.count % 20 == 0, False, {}
+
+
+@pytest.mark.slow
+def test_observations_travel_once():
+    cluster = Weighed()
+    with MultiCollector(Pixels, num_collectors=2, num_envs=4, frames_per_batch=256, seed=1, cluster=cluster) as one:
+        assert one.rollout()["next", "observation"].shape == (4, 64, 4, 84, 84)
+    assert 1.0 < cluster.largest / (2 * 64 * 4 * 84 * 84) < 1.1
 
 
 def test_fork_is_refused():
     with pytest.raises(ConfigError, match='context="fork"'):
         MultiCollector(count_env(), num_collectors=2, frames_per_batch=8, context="fork", cluster=LocalNodes())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "text"),
+    [
+        (lambda: "k8s", "cluster must be None, 'ray' or a muster.RayCluster, got 'k8s'"),
+        (lambda: muster.RayCluster(nodes=0), "nodes must be None, a number from 1 on, or a list of muster.Node, got 0"),
+        (
+            lambda: muster.RayCluster(nodes=[muster.Node(cpus=-1)]),
+            "cpus must be a number of at least 0 or None",
+        ),
+        (lambda: muster.RayCluster(node_timeout=0), "node_timeout must be a number above 0, got 0"),
+    ],
+)
+def test_what_is_no_cluster_is_named(cluster, text):
+    with pytest.raises(ConfigError) as raised:
+        MultiCollector(count_env(), num_collectors=2, frames_per_batch=8, cluster=cluster())
+    assert text in str(raised.value)
+
+
+def refuse_on_the_second_node():
+    if muster.get_worker_info().node_index == 1:
+        raise OSError("no such device")
+
+
+@pytest.mark.slow
+def test_a_worker_init_that_raises_on_one_node_is_said_to_be_of_that_node():
+    with pytest.raises(Exception, match="no such device") as raised:
+        MultiCollector(
+            count_env(),
+            num_collectors=2,
+            frames_per_batch=8,
+            make_vec_options={"worker_init": refuse_on_the_second_node},
+            cluster=LocalNodes(),
+        )
+    assert raised.value.__notes__[-1] == "On node 1 (local-1)."

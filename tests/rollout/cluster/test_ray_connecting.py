@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import secrets
-import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_clusters import LOOPBACK, RunningCluster, needs_ray, run_cluster
 
 import programs
 from muster.errors import ConfigError
-from muster.rollout.cluster.ray_engine import connect
+from muster.rollout.cluster.ray_connection import connect
 from processes import is_alive
 
-has_ray = importlib.util.find_spec("ray") is not None
-pytestmark = pytest.mark.skipif(not has_ray, reason="Ray is not installed: pip install 'muster-rl[ray]'")
-LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+pytestmark = needs_ray
 
 # Says what has come of its lines: each is run with `connect`, `seen` and `surroundings`.
 PROGRAM = """
 import json, os, signal, sys
-from muster.rollout.cluster.ray_engine import connect
+from muster.rollout.cluster.ray_connection import connect
 
 def surroundings():
     return [repr(sys.excepthook), repr(signal.getsignal(signal.SIGTERM)), dict(os.environ), sys.path[0]]
@@ -57,47 +50,8 @@ def seen_by(code: str, **environ: str | None) -> dict[str, Any]:
     return seen
 
 
-@dataclass
-class RayCluster:
-    process: subprocess.Popen[str]
-    address: str
-    environ: dict[str, str]
-
-    def ask(self, line: str) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
-
-
-def run_cluster() -> Iterator[RayCluster]:
-    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets below it have long names
-    environ = {
-        "RAY_TMPDIR": folder,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        LOOPBACK: "0",
-    }
-    process = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("ray_cluster.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **environ},
-    )
-    assert process.stdout is not None
-    try:
-        yield RayCluster(process, process.stdout.readline().strip(), environ)
-    finally:
-        process.communicate(timeout=60)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
+def cluster() -> Iterator[RunningCluster]:
     yield from run_cluster()
 
 
@@ -154,7 +108,7 @@ def test_another_users_cluster_is_joined_by_its_address_alone(no_cluster: Path, 
 # ---- on a real cluster
 
 
-def test_a_process_joins_and_is_as_it_was_before(cluster: RayCluster):
+def test_a_process_joins_and_is_as_it_was_before(cluster: RunningCluster):
     code = """
 before = surroundings()
 one = connect()
@@ -173,7 +127,7 @@ seen["still"] = [a == b for a, b in zip(before, surroundings())]
     assert seen_by(code, **cluster.environ, RAY_ADDRESS=None) == {**expected, **kept}
 
 
-def test_what_the_user_has_initialised_is_used_and_stays(cluster: RayCluster):
+def test_what_the_user_has_initialised_is_used_and_stays(cluster: RunningCluster):
     code = f"""
 import ray
 ray.init({cluster.address!r})
@@ -191,7 +145,7 @@ connect("10.9.8.7:1")
 
 @pytest.mark.parametrize(("mode", "token"), [("token", "wrong"), ("token", None), (None, None)])
 def test_a_wrong_token_and_none_are_said_to_be_that(
-    cluster: RayCluster, mode: str | None, token: str | None, tmp_path: Path
+    cluster: RunningCluster, mode: str | None, token: str | None, tmp_path: Path
 ):
     environ = {**cluster.environ, "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": token, "HOME": str(tmp_path)}
     kind, text = seen_by(f"connect({cluster.address!r})", **environ)["error"]
@@ -199,7 +153,7 @@ def test_a_wrong_token_and_none_are_said_to_be_that(
     assert "is missing or wrong: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in text
 
 
-def test_other_versions_are_named(cluster: RayCluster):
+def test_other_versions_are_named(cluster: RunningCluster):
     cluster.ask('metadata {"ray_version": "2.40.0", "python_version": "3.10.1"}')
     try:
         kind, text = seen_by(f"connect({cluster.address!r})", **cluster.environ)["error"]

@@ -119,8 +119,8 @@ def _chosen(backend: str | None, num_collectors: Any) -> str:
         return "direct" if num_collectors is None else "process"
     if backend in _ELSEWHERE:
         raise ConfigError(
-            f"backend={backend!r} is not Muster's: its collectors run in processes of one machine "
-            "(backend='process'). For several machines use Muster on Ray (muster.Collector inside Ray actors), or "
+            f"backend={backend!r} is not Muster's: this class's collectors run in processes of one machine "
+            "(backend='process'). For several machines use muster.MultiCollector(..., cluster='ray'), or "
             "torchrl.collectors.Collector"
         )
     if backend not in ("direct", "process"):

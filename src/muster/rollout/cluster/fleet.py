@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import atexit
 import math
-import pickle
+import os
+import sys
 import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from muster.errors import ClosedError, NodeLost, SpecMismatch, WorkerName
+from muster.errors import ClosedError, ConfigError, NodeLost, SpecMismatch
 from muster.hosts.requests import Call, KeptAttributes, SetAttr
 from muster.introspection import caller_stacklevel
+from muster.pool.closing import close_abandoned
 from muster.pool.deaths import Nouns
-from muster.pool.logs import hand_over
+from muster.pool.notices import say
 from muster.pool.place import Budget
-from muster.rollout.cluster.engine import Engine, Host, HostGone, Ticket
-from muster.rollout.cluster.node_host import Answered, Attributes, NodeBatch, packed_plan
+from muster.rollout.cluster.engine import Engine, HostGone, Ticket
+from muster.rollout.cluster.member import PING_S, Member, close_all, tell
+from muster.rollout.cluster.node_host import (
+    Answered,
+    Attributes,
+    Image,
+    Met,
+    NodeBatch,
+    Started,
+    opened,
+    packed_plan,
+    sealed,
+)
+from muster.rollout.cluster.node_probe import (
+    compare_versions,
+    missing_text,
+    modules_needed,
+    versions_here,
+)
 from muster.rollout.cluster.nodes import shares
 from muster.rollout.collector_set import Filled
 from muster.rollout.processes.batch_memory import BatchLayout
@@ -31,35 +50,7 @@ from muster.rollout.processes.replica_pool import PoolPlan
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
 
-_SLICE_S, _PING_S, _CLOSE_S, _STATS_S = 0.05, 0.5, 5.0, 2.0
-
-
-@dataclass(eq=False)
-class _Member:
-    """One node as the fleet sees it.
-
-    collectors, envs: those of it, by their indices among all.  host: the current node host.  state: see `Fleet.nodes`.
-    version: of the weights that it was sent last.  heard_at, pinged_at: when it spoke, and was asked to, last.
-    silent_s: how long it may be silent.  reason: why the one before was lost.
-    """
-
-    index: int
-    collectors: range
-    envs: range
-    plan: bytes
-    host: Host
-    state: str = "starting"
-    version: int = 0
-    heard_at: float = field(default_factory=time.monotonic)
-    pinged_at: float = 0.0
-    silent_s: float = math.inf
-    restarts: int = 0
-    reason: str = ""
-    stats: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> WorkerName:
-        return WorkerName("node", self.index, self.envs)
+_SLICE_S, _STATS_S, _ROOM_S = 0.05, 2.0, 10.0
 
 
 class Fleet:
@@ -73,23 +64,27 @@ class Fleet:
         self._plan, self._attributes, self._engine = plan, attributes, engine
         self._count, self._num_envs = len(plan.plans), plan.plans[-1].envs.stop
         self._budget = Budget(plan.max_restarts or 0, Nouns("node"))
-        self._owed: dict[Ticket, tuple[_Member, str]] = {}
+        self._owed: dict[Ticket, tuple[Member, str]] = {}
         self._answers: dict[Ticket, Any] = {}
-        self._batches: dict[_Member, Ticket] = {}  # the batches under way
+        self._batches: dict[Member, Ticket] = {}  # the batches under way
         self._ready: deque[Filled] = deque()
         self._notes: list[str] = []
         self._number = 0  # of the batch
         self._closed, self._is_cut_short = False, False
         self._frames = 0  # of a collector, before the last reset
         self._weights: SharedWeights | None = None
-        self._image: tuple[int, bytes] = 0, b""
+        self._image: Image = 0, np.empty(0, np.uint8)
         self._seeds: Sequence[int | None] = [None] * self._count
-        self._members: list[_Member] = []
-        weakref.finalize(self, engine.close)
-        for index, own in enumerate(shares(self._count, engine.places(self._count))):
+        self._modules = modules_needed(plan)
+        self._members: list[Member] = []
+        self._finalizer = weakref.finalize(self, close_abandoned, close_all, engine, self._members)
+        self._finalizer.atexit = False
+        atexit.register(self._finalizer)  # after the engine's own hooks, so that it runs before them
+        places = engine.places(self._count)
+        for index, (place, own) in enumerate(zip(places, shares(self._count, places), strict=True)):
             envs = range(plan.plans[own.start].envs.start, plan.plans[own.stop - 1].envs.stop)
-            packed = packed_plan(plan.of(own, index), self._num_envs)
-            self._members.append(_Member(index, own, envs, packed, engine.start(index, packed)))
+            packed = packed_plan(plan.of(own, index, place.policy_device), self._num_envs)
+            self._members.append(Member(index, own, envs, packed))
         for one in plan.plans:
             one.big.clear()  # the packed plans have them
 
@@ -97,31 +92,46 @@ class Fleet:
 
     def start(self, seeds: Sequence[int | None]) -> None:
         self._seeds = seeds
-        own = {member: seeds[member.collectors.start : member.collectors.stop] for member in self._members}
-        orders: dict[_Member, tuple[Any, ...]] = {member: ("start", its, {}) for member, its in own.items()}
-        answers = self._ask(orders)
-        self._facts = [*answers.values()]
-        fields = self._facts[0][0]
-        for member, facts in answers.items():
-            if facts[0] != fields:
-                raise SpecMismatch(f"{member.name} has {facts[0]}, but node 0 {fields}; all collectors must be alike")
-        self._fields = fields
-        self._layouts = [plan.content.layout(fields) for plan in self._plan.plans]
+        for member in self._members:
+            self._launch(member)
+        while any(member.state != "up" for member in self._members):
+            self._hear(_SLICE_S)
+        self._fields = self._started()[0].fields
+        for member, started in zip(self._members, self._started(), strict=True):
+            if started.fields != self._fields:
+                raise SpecMismatch(
+                    f"{member.name} has {started.fields}, but node 0 {self._fields}; all collectors must be alike"
+                )
+        self._layouts = [plan.content.layout(self._fields) for plan in self._plan.plans]
+        needed, there = 2 * self._layouts[0].block_bytes, self._engine.store_bytes()  # one is read, one is written
+        if needed > there:
+            warnings.warn(
+                f"batches on their way take up to {needed / 1e6:,.0f} MB, and a node of {self._engine.name} has "
+                f"{there / 1e6:,.0f} MB for them: they will go by disk. Give it more "
+                "(`ray start --object-store-memory`) or ask for fewer frames_per_batch",
+                UserWarning,
+                stacklevel=caller_stacklevel(),
+            )
+        of_each = ", ".join(f"{len(member.collectors)} on {member.where}" for member in self._members)
+        on_nodes = f"{len(self._members)} node{'s' * (len(self._members) > 1)}"
+        say(f"{self._count} collectors on {on_nodes} of {self._engine.name}: {of_each}")
+
+    def _started(self) -> list[Started]:
+        return [member.started for member in self._members if member.started is not None]
 
     def weights(self) -> dict[str, Tensor]:
-        built: dict[str, Tensor] = self._facts[0][1]
-        return built
+        return self._started()[0].weights
 
     def shapes(self) -> list[WeightShapes]:
-        return [shapes for facts in self._facts for shapes in facts[2]]
+        return [shapes for started in self._started() for shapes in started.shapes]
 
     def follow(self, weights: SharedWeights) -> None:
         self._weights = weights
         if not self._plan.sync and self._image[0]:  # not awaited, nor before the first batch
-            version, image = weights.image()
-            order = pickle.dumps(("weights", version, image))
+            image = _image_of(weights)
+            order = sealed(("weights", image))
             for member in self._up():
-                member.version = max(member.version, version)
+                member.version = max(member.version, image[0])
                 member.host.ask(order, beside=True)
 
     def reset(self, seeds: Sequence[int | None], frames: int = 0) -> None:
@@ -178,8 +188,8 @@ class Fleet:
         return [
             {
                 "index": member.index,
-                "host": member.host.host,
-                "node_id": member.host.node_id,
+                "host": member.where,
+                "node_id": member.node_id,
                 "state": member.state,
                 "collectors": member.collectors,
                 "policy_version": member.version,
@@ -189,22 +199,10 @@ class Fleet:
         ]
 
     def close(self) -> None:
-        if self._closed:
-            return
         self._closed = True
-        limits = self._plan.close_limits
-        tickets = {m.host.ask(pickle.dumps(("close",)), beside=True): m for m in self._members if m.state == "up"}
-        until = time.monotonic() + limits.busy_s + limits.call_s + _CLOSE_S
-        if math.isinf(limits.call_s):
-            until = time.monotonic() + limits.part_s * self._num_envs + limits.busy_s + _CLOSE_S
-        try:
-            while tickets and time.monotonic() < until:
-                for ticket, data in self._engine.wait(tickets, _SLICE_S).items():
-                    member = tickets.pop(ticket)
-                    if not isinstance(data, HostGone):
-                        self._tell(member, pickle.loads(data))
-        finally:
-            self._engine.close()
+        if self._finalizer.detach() is not None:
+            atexit.unregister(self._finalizer)
+            close_all(self._plan.close_limits, self._engine, self._members)
 
     # ---- collecting
 
@@ -273,17 +271,17 @@ class Fleet:
             self._fill(storage, slice(0, storage.N), batch)
             self._ready.append(Filled(storage, batch.first_env, batch.versions))
 
-    def _order(self, members: Sequence[_Member]) -> None:
+    def _order(self, members: Sequence[Member]) -> None:
         assert self._weights is not None
         if members and self._weights.version != self._image[0]:
-            self._image = self._weights.image()
+            self._image = _image_of(self._weights)
         self._number += 1
         for member in members:
             has_them = member.version >= self._image[0]
-            member.version = max(member.version, self._image[0])
+            member.version, member.number = max(member.version, self._image[0]), self._number
             self._batches[member] = self._send(member, "collect", self._number, None if has_them else self._image)
 
-    def _arrived(self) -> list[tuple[_Member, NodeBatch]]:
+    def _arrived(self) -> list[tuple[Member, NodeBatch]]:
         """The batches that have come. Raises what a node has failed with."""
         done = [(member, ticket) for member, ticket in self._batches.items() if ticket in self._answers]
         for member, _ in done:
@@ -291,12 +289,11 @@ class Fleet:
         return [(member, self._content(member, self._answers.pop(ticket))) for member, ticket in done]
 
     def _fill(self, storage: Storage, part: slice, batch: NodeBatch) -> None:
-        for own, column in zip(storage.columns(), batch.columns, strict=True):
-            own[part] = column
+        storage.write_columns(part, batch.columns)
         storage.add_ends(batch.finals, batch.losses, part.start)
         self._notes += batch.notes
 
-    def _check(self, member: _Member, mask: Any, versions: Any, ordered: int) -> None:
+    def _check(self, member: Member, mask: Any, versions: Any, ordered: int) -> None:
         """Raises NodeLost where rows have other weights than those that were ordered."""
         if (mask.any(axis=0) & (versions != ordered)).any():
             member.reason = f"it acted with weights {versions.tolist()}, ordered were {ordered}"
@@ -305,7 +302,7 @@ class Fleet:
 
     def _stop(self) -> None:
         for member in self._batches:
-            self._send(member, "stop", self._number, beside=True, awaited=False)
+            self._send(member, "stop", member.number, beside=True, awaited=False)
 
     def _take_notes(self) -> list[str]:
         notes, self._notes = self._notes, []
@@ -313,16 +310,16 @@ class Fleet:
 
     # ---- orders and answers
 
-    def _up(self) -> list[_Member]:
+    def _up(self) -> list[Member]:
         return [member for member in self._members if member.state == "up"]
 
-    def _send(self, member: _Member, *order: Any, beside: bool = False, awaited: bool = True) -> Ticket:
+    def _send(self, member: Member, *order: Any, beside: bool = False, awaited: bool = True) -> Ticket:
         """Gives an order. awaited: whether anybody takes the answer."""
-        ticket = member.host.ask(pickle.dumps(order), beside=beside)
+        ticket = member.host.ask(sealed(order), beside=beside)
         self._owed[ticket] = member, order[0] if awaited else ""
         return ticket
 
-    def _ask(self, orders: Mapping[_Member, tuple[Any, ...]]) -> dict[_Member, Any]:
+    def _ask(self, orders: Mapping[Member, tuple[Any, ...]]) -> dict[Member, Any]:
         """Gives orders between batches; returns the contents of the answers, without those of nodes that were lost."""
         self._require_open()
         if self._is_cut_short:
@@ -332,30 +329,42 @@ class Fleet:
         answers = {member: self._answers.pop(ticket) for member, ticket in tickets.items() if ticket in self._answers}
         return {member: self._content(member, answer) for member, answer in answers.items()}
 
-    def _ask_there(self, orders: Mapping[_Member, tuple[Any, ...]]) -> dict[_Member, Any]:
+    def _ask_there(self, orders: Mapping[Member, tuple[Any, ...]]) -> dict[Member, Any]:
         """As `_ask`. Nodes that are starting get the orders, too: they come after their start, which nobody awaits."""
         for member, order in orders.items():
             if member.state == "starting":
                 self._send(member, *order, awaited=False)
         return self._ask({member: order for member, order in orders.items() if member.state == "up"})
 
-    def _await(self, tickets: Mapping[_Member, Ticket], until: float) -> None:
+    def _await(self, tickets: Mapping[Member, Ticket], until: float) -> None:
         while any(ticket in self._owed for ticket in tickets.values()) and time.monotonic() < until:
             self._hear(_SLICE_S)
 
-    def _content(self, member: _Member, answer: Answered) -> Any:
+    def _content(self, member: Member, answer: Answered) -> Any:
         if answer.failure is None:
             return answer.content
         if answer.closed:
             self.close()
+        answer.failure.add_note(f"On {member.place}.")
         raise answer.failure
 
     def _hear(self, timeout_s: float) -> None:
         """Takes what has come, once there is something; pings, and sees who is lost and who is there."""
         self._require_open()
+        warned, was_cut_short = list[tuple[str, type[Warning]]](), self._is_cut_short
+        self._is_cut_short = was_cut_short or bool(self._batches)  # a Ctrl-C may lose the answer of one
+        try:
+            self._listen(timeout_s, warned)
+            self._is_cut_short = was_cut_short
+        finally:
+            for text, category in warned:  # last: filters may make errors of them
+                warnings.warn(text, category, stacklevel=caller_stacklevel())
+
+    def _listen(self, timeout_s: float, warned: list[tuple[str, type[Warning]]]) -> None:
+        """What `_hear` does. warned: receives the warnings of nodes."""
         now = time.monotonic()
         for member in self._members:
-            if member.state == "up" and member.pinged_at <= member.heard_at and now - member.pinged_at > _PING_S:
+            if member.is_met and member.pinged_at <= member.heard_at and now - member.pinged_at > PING_S:
                 member.pinged_at = now
                 self._send(member, "ping", beside=True, awaited=False)
         for ticket, data in self._engine.wait([*self._owed], timeout_s).items():
@@ -364,44 +373,81 @@ class Fleet:
             member, name = self._owed.pop(ticket)
             member.heard_at = max(time.monotonic(), member.pinged_at)
             if isinstance(data, HostGone):
-                self._lose(member, data.reason)
+                self._lose(member, data.reason, is_final=data.is_final)
                 continue
-            answer: Answered = pickle.loads(data)
-            self._tell(member, answer)
-            if name == "start":
-                self._is_started(member, answer, ticket)
+            answer: Answered = opened(data)
+            warned += tell(member, answer)
+            if name == "meet":
+                self._meet(member, answer)
+            elif name == "start":
+                self._is_started(member, answer)
             elif name:
                 self._answers[ticket] = answer
-        for member in self._up():
+        for member in self._members:
             silent_s = time.monotonic() - member.pinged_at
-            if member.pinged_at > member.heard_at and silent_s > self._engine.node_timeout:
+            if member.is_met and member.pinged_at > member.heard_at and silent_s > self._engine.node_timeout:
                 self._lose(member, f"nothing was heard from it for {silent_s:.3g} s")
+            elif not member.is_met:
+                self._look_for_room(member, time.monotonic() - member.launched_at)
 
-    def _tell(self, member: _Member, answer: Answered) -> None:
-        """Hands on what has happened on a node besides."""
-        where = {"node_index": member.index, "host": member.host.host}
-        hand_over(answer.logs, answer.lost_logs, where)
-        for text, category in answer.warned:
-            warnings.warn(f"node {member.index} ({member.host.host}): {text}", category, stacklevel=caller_stacklevel())
+    # ---- starts
+
+    def _launch(self, member: Member) -> None:
+        """Begins to start a node host, and asks what there is."""
+        member.host = self._engine.start(member.index, len(member.collectors))
+        member.version, member.state, member.is_met, member.is_said = 0, "starting", False, False
+        member.launched_at, member.pinged_at = time.monotonic(), 0.0
+        self._send(member, "meet", [*self._modules], [os.path.abspath(folder) for folder in sys.path])
+
+    def _look_for_room(self, member: Member, waited_s: float) -> None:
+        """Says it where a node host does not begin. Raises ConfigError where that is one of the first."""
+        limit_s = self._plan.processes.start_timeout_s
+        if waited_s < _ROOM_S or (member.is_said and (member.restarts or waited_s < limit_s)):
+            return
+        text = f"node {member.index} has not begun in {waited_s:.3g} s: {self._engine.room(member.index)}"
+        if member.restarts:
+            warnings.warn(text, RuntimeWarning, stacklevel=caller_stacklevel())
+        elif member.is_said:
+            raise ConfigError(f"{text}. Ask for less with muster.Node(cpus=...), or add machines")
+        else:
+            say(text)
+        member.is_said = True
+
+    def _meet(self, member: Member, answer: Answered) -> None:
+        """Checks what a node has, and has it start its collectors. Raises ConfigError."""
+        met: Met = self._content(member, answer)
+        member.is_met, member.where, member.node_id = True, met.host, met.node_id
+        if met.missing:
+            error = missing_text(self._modules[met.missing[0]], met.missing[0], member.place)
+        else:
+            versions = compare_versions(versions_here(), met.versions, member.place)
+            error = versions.error
+            if versions.warning:
+                warnings.warn(versions.warning, UserWarning, stacklevel=caller_stacklevel())
+        if not error:
+            self._send(member, "start", member.plan, self._seeds_of(member), self._kept(member.envs))
+        elif member.restarts:
+            self._lose(member, error)
+        else:
+            raise ConfigError(error)
+
+    def _is_started(self, member: Member, answer: Answered) -> None:
+        if not member.restarts:
+            member.started = self._content(member, answer)
+        elif answer.failure is not None or answer.content.fields != self._fields:
+            self._lose(member, "its collectors could not be started again as they were")
+            return
+        member.state = "up"
 
     # ---- losses
 
-    def _is_started(self, member: _Member, answer: Answered, ticket: Ticket) -> None:
-        if not member.restarts:
-            self._answers[ticket] = answer
-            member.state = "up" if answer.failure is None else "lost"
-        elif answer.failure is None and answer.content[0] == self._fields:
-            member.state = "up"
-        else:
-            self._lose(member, str(answer.failure or "its collectors have other fields than those before"))
-
-    def _lose(self, member: _Member, reason: str) -> None:
+    def _lose(self, member: Member, reason: str, *, is_final: bool = False) -> None:
         """Gives up a node host; begins to start another where that may help, and raises NodeLost otherwise."""
-        member.state, member.reason = "lost", reason
+        member.state, member.reason, member.is_met = "lost", reason, False
         member.host.kill()
         self._owed = {ticket: one for ticket, one in self._owed.items() if one[0] is not member}
         self._batches.pop(member, None)
-        never = self._plan.max_restarts is None or not self._image[0]  # not even a first batch
+        never = is_final or self._plan.max_restarts is None or not self._image[0]  # not even a first batch
         if never or len(self._up()) < self._engine.min_nodes:
             self.close()
             raise self._lost(member)
@@ -411,16 +457,16 @@ class Fleet:
             self.close()
             raise
         self._notes.append(
-            f"node {member.index} ({member.host.host}) is lost: {reason}. The parts of its {len(member.collectors)} "
-            "collectors are masked until another is in its place"
+            f"{member.place} is lost: {reason}. The parts of its {len(member.collectors)} collectors are masked until "
+            "another is in its place"
         )
         member.restarts += 1
-        member.version, member.state, member.pinged_at = 0, "starting", 0.0
-        member.host = self._engine.start(member.index, member.plan)
-        self._send(member, "start", self._seeds_after(member), self._kept(member.envs))
+        self._launch(member)
 
-    def _seeds_after(self, member: _Member) -> list[int | None]:
+    def _seeds_of(self, member: Member) -> list[int | None]:
         seeds = [self._seeds[k] for k in member.collectors]
+        if not member.restarts:
+            return seeds
         keys = 0, member.restarts  # a collector's own successors have one number
         return [
             None if seed is None else int(np.random.SeedSequence(seed, spawn_key=keys).generate_state(1)[0])
@@ -430,12 +476,17 @@ class Fleet:
     def _kept(self, envs: range) -> Attributes:
         return {env: {name: value.data for name, value in self._attributes[env].items()} for env in envs}
 
-    def _lost(self, member: _Member) -> NodeLost:
-        return NodeLost(member.name, member.host.host, member.reason)
+    def _lost(self, member: Member) -> NodeLost:
+        return NodeLost(member.name, member.where, member.reason)
 
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the nodes' collectors are closed")
+
+
+def _image_of(weights: SharedWeights) -> Image:
+    version, image = weights.image()
+    return version, np.frombuffer(image, np.uint8)
 
 
 def _block(layout: BatchLayout) -> Any:

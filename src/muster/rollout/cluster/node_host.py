@@ -7,23 +7,50 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from muster.errors import ClosedError
 from muster.hosts.requests import Call, KeptAttributes, Packed, SetAttr
+from muster.pool.closing import CloseLimits
+from muster.pool.notices import say_by
+from muster.rollout.cluster.engine import Parcel
+from muster.rollout.cluster.node_probe import missing_here, versions_here
 from muster.rollout.fields import Array
+from muster.rollout.processes.replica import ReplicaFields
 from muster.rollout.processes.replica_pool import PoolPlan, ReplicaPool
-from muster.rollout.processes.shared_weights import install
+from muster.rollout.processes.shared_weights import WeightShapes, install
 from muster.rollout.storage import Final, Loss
-from muster.transport.big_arrays import memfd
+from muster.transport.big_arrays import memfd, memory_of
 
 Attributes = Mapping[int, Mapping[str, bytes]]
 """By env and name the values that `set_attr` has set last, packed."""
+Image = tuple[int, Array]
+"""Weights, see `SharedWeights.image`."""
+
+
+class Met(NamedTuple):
+    """What a node host says first. missing: modules.  versions: see `versions_here`."""
+
+    host: str
+    node_id: str
+    missing: list[str]
+    versions: dict[str, str | None]
+
+
+class Started(NamedTuple):
+    """What a node has started: see `ReplicaPool`."""
+
+    fields: ReplicaFields
+    weights: dict[str, Tensor]
+    shapes: list[WeightShapes]
 
 
 @dataclass
@@ -31,7 +58,7 @@ class Answered:
     """What an order has come to.
 
     content: the answer.  failure: an exception in its place.  closed: whether the pool is closed.
-    logs, lost_logs: see `LogInbox`.  warned: warnings, as their texts and classes.
+    logs, lost_logs: see `LogInbox`.  warned: warnings, as their texts and classes.  said: see `say`.
     """
 
     content: Any = None
@@ -40,6 +67,7 @@ class Answered:
     logs: bytes = b""
     lost_logs: int = 0
     warned: list[tuple[str, type[Warning]]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -62,19 +90,43 @@ def packed_plan(plan: PoolPlan, num_envs: int) -> bytes:
     for one in plan.plans:
         at = []
         for raw in (buffer.raw() for buffer in one.big):
-            key = (np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes, raw.readonly)
-            if key not in known:
-                known[key] = len(buffers)
+            if (memory := memory_of(raw)) not in known:
+                known[memory] = len(buffers)
                 buffers.append((bytes(raw) if isinstance(raw.obj, bytes) else bytearray(raw), raw.readonly))
-            at.append(known[key])
+            at.append(known[memory])
         plans.append((replace(one, big=[]), at))
     return pickle.dumps((replace(plan, plans=()), plans, buffers, num_envs))
 
 
-class NodeHost:
-    """A pool of replicas on a node. plan: see `packed_plan`."""
+def sealed(content: Any) -> list[Any]:
+    """A message: a pickle, and the memory of the arrays in it, which is not copied."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    return [head, *(np.frombuffer(one.raw(), np.uint8) for one in buffers)]
 
-    def __init__(self, plan: bytes) -> None:
+
+def opened(parcel: Parcel) -> Any:
+    """The content of a message, whose arrays lie in the message's memory."""
+    head, *buffers = parcel
+    return pickle.loads(head, buffers=buffers)
+
+
+class NodeHost:
+    """A pool of replicas on a node, once it has a plan. host, node_id: how people and the engine name that."""
+
+    def __init__(self, host: str, node_id: str) -> None:
+        self.host, self.node_id = host, node_id
+        self._happened, self._guard = Answered(), threading.Lock()
+        self.collecting = 0  # the number of the batch under way
+        self._weights_fd, self._version, self._installing = memfd("weights"), 0, threading.Lock()
+        self._pool: ReplicaPool | None = None
+        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter("always", RuntimeWarning)
+        warnings.showwarning = self._note
+        say_by(self._say)
+
+    def begin(self, plan: bytes) -> ReplicaPool:
+        """Begins to start replicas. plan: see `packed_plan`."""
         pool_plan, plans, data, num_envs = pickle.loads(plan)
         buffers = [
             pickle.PickleBuffer(memoryview(one).toreadonly() if readonly and isinstance(one, bytearray) else one)
@@ -82,43 +134,46 @@ class NodeHost:
         ]
         for one, at in plans:
             one.big += [buffers[i] for i in at]
-        self._plan: PoolPlan = replace(pool_plan, plans=[one for one, _ in plans])
-        self._happened, self._guard = Answered(), threading.Lock()
-        self.collecting = 0  # the number of the batch under way
-        warnings.simplefilter("always", UserWarning)
-        warnings.simplefilter("always", RuntimeWarning)
-        warnings.showwarning = self._note
-        self._weights_fd, self._version, self._installing = memfd("weights"), 0, threading.Lock()
         # What is set is packed already.
         self._attributes = KeptAttributes(num_envs, lambda value, name: value)
-        self._pool = ReplicaPool(self._plan, self._weights_fd, self._attributes, self._take_logs)
+        own = replace(pool_plan, plans=[one for one, _ in plans])
+        self._pool = ReplicaPool(own, self._weights_fd, self._attributes, self._take_logs)
+        return self._pool
 
-    def answer(self, order: bytes) -> bytes:
+    @property
+    def pool(self) -> ReplicaPool:
+        """What it runs. Raises ClosedError before there is one."""
+        if self._pool is None:
+            raise ClosedError("the node host has no collectors yet")
+        return self._pool
+
+    def answer(self, order: Parcel) -> list[Any]:
         """Answers an order: the name of a method of `_Orders`, and its arguments. One after the other."""
         return self._answered(order, _Orders)
 
-    def answer_beside(self, order: bytes) -> bytes:
+    def answer_beside(self, order: Parcel) -> list[Any]:
         """Answers at once, in a thread of its own, see `_Beside`."""
         return self._answered(order, _Beside)
 
-    def _answered(self, order: bytes, orders: type[_Orders | _Beside]) -> bytes:
-        name, *arguments = pickle.loads(order)
+    def _answered(self, order: Parcel, orders: type[_Orders | _Beside]) -> list[Any]:
+        name, *arguments = opened(order)
         content, failure = None, None
         try:
-            act: Callable[..., Any] = getattr(orders(self._pool, self), name)
+            act: Callable[..., Any] = getattr(orders(self), name)
             content = act(*arguments)
         except Exception as error:  # the fleet raises it
             failure = error
         with self._guard:
             happened, self._happened = self._happened, Answered()
-        happened.content, happened.failure, happened.closed = content, failure, self._pool.closed
-        return pickle.dumps(happened, protocol=5)
+        happened.content, happened.failure = content, failure
+        happened.closed = self._pool is not None and self._pool.closed
+        return sealed(happened)
 
-    def take_weights(self, version: int, image: bytes) -> None:
+    def take_weights(self, version: int, image: Array) -> None:
         """Has replicas follow these weights, unless they have newer ones."""
         with self._installing:
             if version > self._version:
-                install(self._weights_fd, image)
+                install(self._weights_fd, image.data)
                 self._version = version
 
     def set_at_start(self, attributes: Attributes) -> None:
@@ -126,9 +181,10 @@ class NodeHost:
         for env, of_env in attributes.items():
             self._attributes[env] = {name: Packed(data) for name, data in of_env.items()}
 
-    def close(self) -> None:
-        """Closes envs, and ends the collectors."""
-        self._pool.close()
+    def close(self, limits: CloseLimits | None = None) -> None:
+        """Closes envs, and ends the collectors. limits: None for those of the plan."""
+        if self._pool is not None:
+            self._pool.close(limits)
 
     def _take_logs(self, data: bytes, lost: int) -> None:
         with self._guard:
@@ -139,41 +195,49 @@ class NodeHost:
         with self._guard:
             self._happened.warned.append((str(message), category))
 
+    def _say(self, text: str) -> None:
+        with self._guard:
+            self._happened.said.append(text)
+
 
 @dataclass
 class _Orders:
     """What a node host is asked for, one after the other."""
 
-    pool: ReplicaPool
     host: NodeHost
 
-    def start(self, seeds: Sequence[int | None], attributes: Attributes) -> Any:
-        """Returns the fields of rollouts, and the node's folder for messages."""
+    def meet(self, modules: Sequence[str], folders: Sequence[str]) -> Met:
+        """Says what there is. folders: those of the driver's `sys.path`, of which it takes those that are here."""
+        sys.path += [one for one in folders if one not in sys.path and os.path.isdir(one)]
+        return Met(self.host.host, self.host.node_id, missing_here(modules), versions_here())
+
+    def start(self, plan: bytes, seeds: Sequence[int | None], attributes: Attributes) -> Started:
+        pool = self.host.begin(plan)
         self.host.set_at_start(attributes)
-        self.pool.start(seeds)
-        return self.pool.fields, self.pool.weights(), self.pool.shapes(), os.getpid()
+        pool.start(seeds)
+        return Started(pool.fields, pool.weights(), pool.shapes())
 
     def spaces(self) -> bytes:
-        return self.pool.spaces()
+        return self.host.pool.spaces()
 
     def reset(self, seeds: Sequence[int | None], frames: int) -> None:
-        self.pool.reset(seeds, frames)
+        self.host.pool.reset(seeds, frames)
 
     def give_up(self) -> None:
-        self.pool.give_up()
+        self.host.pool.give_up()
 
     def call(self, arguments: bytes, words: str) -> list[bytes]:
-        return self.pool.call(Call(Packed(arguments)), words)
+        return self.host.pool.call(Call(Packed(arguments)), words)
 
     def set_attr(self, name: str, values: Mapping[int, bytes], requests: Mapping[int, bytes]) -> Any:
         packed = {env: Packed(data) for env, data in values.items()}
-        return dict(self.pool.set_attr(name, packed, {k: SetAttr(Packed(data)) for k, data in requests.items()}))
+        return dict(self.host.pool.set_attr(name, packed, {k: SetAttr(Packed(data)) for k, data in requests.items()}))
 
-    def collect(self, number: int, weights: tuple[int, bytes] | None) -> NodeBatch:
+    def collect(self, number: int, weights: Image | None) -> NodeBatch:
         if weights is not None:
             self.host.take_weights(*weights)
         self.host.collecting = number
-        storage, first_env, versions, notes = self.pool.collect()
+        storage, first_env, versions, notes = self.host.pool.collect()
         return NodeBatch(first_env, storage.columns(), storage.finals, storage.losses, versions, notes)
 
 
@@ -181,22 +245,21 @@ class _Orders:
 class _Beside:
     """What a node host does while it is busy."""
 
-    pool: ReplicaPool
     host: NodeHost
 
     def ping(self) -> None:
         """Answers, with what has happened."""
 
-    def weights(self, version: int, image: bytes) -> None:
-        self.host.take_weights(version, image)
+    def weights(self, image: Image) -> None:
+        self.host.take_weights(*image)
 
     def stop(self, number: int) -> None:
         """Ends batch `number` early, if that is under way."""
         if self.host.collecting == number:  # not one that came late
-            self.pool.stop()
+            self.host.pool.stop()
 
     def stats(self) -> dict[str, Any]:
-        return self.pool.stats()
+        return self.host.pool.stats()
 
-    def close(self) -> None:
-        self.host.close()
+    def close(self, limits: CloseLimits) -> None:
+        self.host.close(limits)

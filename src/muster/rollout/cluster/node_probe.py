@@ -1,10 +1,11 @@
 """Questions for a node before anything starts there: the modules that pickles name, and the versions of packages.
 
-The driver asks `modules_named` and `versions_here`, the node `missing_here` and `versions_here`; the driver compares.
+The driver asks `modules_needed` and `versions_here`, the node `missing_here` and `versions_here`; the driver compares.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import pickletools
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.extras import installed_version, release_of
+from muster.pool.script import Script
+from muster.rollout.processes.replica_pool import PoolPlan
 
 _STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")
@@ -29,6 +32,18 @@ _PICKLE = b"\x80"
 # By the name that people know. Of the first ones another minor version has other messages, weights or bytecode.
 _STRICT = {"Python": "", "muster": "muster-rl", "torch": "torch"}
 _DISTRIBUTIONS = _STRICT | {name: name for name in ("tensordict", "numpy", "gymnasium", "cloudpickle")}
+
+
+def modules_needed(plan: PoolPlan) -> dict[str, str]:
+    """The modules that collectors will import, and what needs each."""
+    script = plan.processes.set_up and plan.processes.set_up.init.script
+    found = dict.fromkeys(modules_imported(script) if script else (), "the script that worker_init runs")
+    for one in plan.plans:
+        pickles = {"the envs or worker_init": one.content.recipes}
+        if one.content.policy:
+            pickles["the policy"] = bytes(one.big[-one.content.policy])
+        found = modules_named(pickles) | found
+    return found
 
 
 def modules_named(pickles: Mapping[str, bytes]) -> dict[str, str]:
@@ -42,6 +57,17 @@ def modules_named(pickles: Mapping[str, bytes]) -> dict[str, str]:
         for module in _named_in(pickled):
             found.setdefault(module, argument)
     found.pop("__main__", None)  # workers have one of their own
+    return found
+
+
+def modules_imported(script: Script) -> list[str]:
+    """The modules that a script imports at its top level, outside of all other statements; and its own one."""
+    found = [script.module] if script.module is not None else []
+    for statement in ast.parse(script.text or b"").body:
+        if isinstance(statement, ast.Import):
+            found += [one.name for one in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module is not None and not statement.level:
+            found.append(statement.module)
     return found
 
 

@@ -1,12 +1,76 @@
-"""Who gets which collectors."""
+"""What users wish of a cluster, and who gets which collectors."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from muster.arguments import as_whole, check_options, option
 from muster.errors import ConfigError
 from muster.rollout.cluster.engine import Place
+from muster.rollout.weights import Device
+
+
+@dataclass(frozen=True)
+class Node:
+    """What is wished of one node host, the process that runs collectors on a machine of a cluster.
+
+    collectors: how many it runs; None for a share of those that no other wishes for, in proportion to the nodes' CPUs.
+    cpus: the CPUs that it asks for; None for one for each of its collectors.
+    gpus: the GPUs; fractions share one.
+    memory_bytes: the memory.  resources: others, by the names that machines were started with.
+    labels: those that the machine must have.
+    policy_device: where its replicas of the policy act; None for MultiCollector's `policy_device`. "cuda" is the GPU
+        that the node host was given.
+
+    Raises ConfigError.
+    """
+
+    collectors: int | None = option(None, "", least=1)
+    cpus: float | None = option(None, "", least=0)
+    gpus: float = option(0.0, "", least=0)
+    memory_bytes: int | None = option(None, "", least=1)
+    resources: Mapping[str, float] | None = None
+    labels: Mapping[str, str] | None = None
+    policy_device: Device = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """A cluster of Ray's, for `MultiCollector(cluster=...)`. Making one imports and starts nothing.
+
+    address: the head's ``host:port``; "auto" for the cluster that this process has initialised, the one that
+        RAY_ADDRESS names, or this machine's; "local" starts one on 127.0.0.1 alone, and ends it.
+    nodes: the number of node hosts, or wishes for each; None for one on each machine that has a free CPU, at most one
+        for each collector.
+    runtime_env: as for Ray's actors, such as ``{"working_dir": "."}``.
+    placement_group: one of Ray's, whose bundle i the i-th node host gets; None spreads them over machines.
+    node_timeout: seconds without a sign of life after which a node is lost.
+    min_nodes: with ``on_failure="restart"``, fewer that are up are an error.
+
+    Raises ConfigError.
+    """
+
+    address: str | None = option("auto", "")
+    nodes: int | Sequence[Node] | None = None
+    runtime_env: Mapping[str, Any] | None = None
+    placement_group: Any = None
+    node_timeout: float = option(15.0, "", above=0)
+    min_nodes: int = option(1, "", least=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if isinstance(self.nodes, Sequence):
+            is_fit = bool(self.nodes) and all(isinstance(node, Node) for node in self.nodes)
+        else:
+            is_fit = self.nodes is None or (as_whole(self.nodes) or 0) >= 1
+        if not is_fit:
+            raise ConfigError("nodes", "None, a number from 1 on, or a list of muster.Node", self.nodes)
 
 
 def shares(num_collectors: int, places: Sequence[Place]) -> list[range]:

@@ -1,343 +1,236 @@
-"""Ray, which no other file of Muster imports: a connection to a cluster that can neither hang nor abort its caller.
-
-`ray.init` waits for ever for an address where nothing answers, and ends its process by an abort where a token or a
-raylet is missing. So the head's port is asked first, then a child process connects, and only then this process.
-"""
+"""Node hosts as actors of a Ray cluster."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import importlib
-import json
-import logging
+import math
 import os
-import secrets
-import shutil
-import signal
+import select
 import socket
-import subprocess
-import sys
-import tempfile
+import textwrap
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from muster.errors import ConfigError
-from muster.extras import require
+import numpy as np
 
-_PORT_S = 5.0
-_CHILD_S = 20.0
-_EMPTYING_S = 5.0
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": 127.0.0.1 alone. Read as Ray is imported
-_TOKEN = secrets.token_hex(32)  # of own clusters: a process keeps the first one that Ray has read
-_LONGEST_FOLDER = 30  # the sockets below it have 65 more characters of the 107 that a socket's name may have
-_STARTING = "`ray start --head --disable-usage-stats`"
+from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Place, Ticket
+from muster.rollout.cluster.node_host import NodeHost
+from muster.rollout.cluster.nodes import Node, RayCluster
+from muster.rollout.cluster.ray_connection import Connection, ConnectionLost, connect, this_node
 
-# Each step of the child is a line of JSON. It says what Ray's exceptions are and not what they tell; the alarm ends it
-# where its parent cannot. Ray's own prints go to stderr.
-_CHILD = """
-import json, os, platform, signal, socket, sys
-signal.alarm(60)
-out = os.dup(1)
-os.dup2(2, 1)
-def say(**facts):
-    os.write(out, json.dumps(facts).encode() + b"\\n")
-def is_here(address):
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
-        try:
-            one.bind((address, 0))
-        except OSError:
-            return False
-    return True
-try:
-    import ray
-    from ray._raylet import GcsClient
-    head = GcsClient(address=sys.argv[1])
-    known = head.internal_kv_get(b"CLUSTER_METADATA", b"cluster", timeout=10)
-    say(cluster=json.loads(known or "{}"), ray_version=ray.__version__, python_version=platform.python_version())
-    alive = [one.node_manager_address for one in head.get_all_node_info(timeout=10).values() if one.state == 0]
-    say(alive=alive, here=[one for one in alive if is_here(one)])
-    ray.init(sys.argv[1], log_to_driver=False)
-    say(nodes=[one["NodeManagerAddress"] for one in ray.nodes() if one["Alive"]])
-except BaseException as error:
-    say(error=[one.__name__ for one in type(error).__mro__], text=str(error))
-os._exit(0)
-"""
+_STORED_BYTES = 100_000  # Ray sends what is smaller with the order
+_FETCH_S, _SHOWN_CHARACTERS = 5.0, 240
+_BESIDE = 4  # threads of a node host for what it does while it is busy
+
+
+class NodeActor:
+    """A `NodeHost` in a worker process of Ray's."""
+
+    def __init__(self) -> None:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, which would count in collectors before threads_per_collector
+        self._host = NodeHost(socket.gethostname(), this_node())
+
+    def answer(self, *order: Any) -> Parcel:
+        return self._host.answer(order)
+
+    def answer_beside(self, *order: Any) -> Parcel:
+        return self._host.answer_beside(order)
+
+
+def _end_with(raylet: int) -> None:
+    """Ends this process when its raylet ends: Ray sees that up to 2 s later, and envs would go on meanwhile."""
+    try:
+        there = os.pidfd_open(raylet)
+    except OSError:
+        return
+    select.select([there], [], [])
+    os._exit(1)
 
 
 @dataclass(eq=False)
-class Connection:
-    """A process's connection to a Ray cluster, which all that use the cluster share.
+class _Unasked:
+    """The ticket of an order that did not get to Ray."""
 
-    address: of the cluster's head, ``host:port``.  folder: of a cluster that this connection has started.  is_own:
-    `close` ends it; else it was there before.
-    """
 
-    address: str
-    folder: str | None = None
-    is_own: bool = True
-    _users: int = field(default=1, init=False)
-    _pid: int = field(default_factory=os.getpid, init=False)
+class Stored:
+    """The big buffer that was sent last, such as weights: it is put into Ray's store once for all nodes."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[int, int], Any, Any] | None = None
+
+    def of(self, ray: Any, buffer: Any) -> Any:
+        """The buffer, or what stands for it in Ray's store."""
+        if not isinstance(buffer, np.ndarray) or buffer.nbytes < _STORED_BYTES:
+            return buffer
+        place = buffer.ctypes.data, buffer.nbytes
+        if self._last is None or self._last[0] != place:
+            self._last = place, buffer, ray.put(buffer)  # the buffer stays: nothing else may have its place meanwhile
+        return self._last[2]
+
+
+class RayHost(Host):
+    """A node host. actor: of `NodeActor`.  stored: see `Stored`."""
+
+    def __init__(self, connection: Connection, actor: Any, stored: Stored) -> None:
+        self._connection, self._actor, self._stored = connection, actor, stored
+
+    def ask(self, order: Parcel, *, beside: bool = False) -> Ticket:
+        try:
+            with self._connection.used() as ray:
+                method, group = (self._actor.answer_beside, "beside") if beside else (self._actor.answer, "order")
+                ticket: Ticket = method.options(concurrency_group=group).remote(
+                    *(self._stored.of(ray, one) for one in order)
+                )
+                return ticket
+        except ConnectionLost:
+            return _Unasked()  # `wait` says so
+
+    def kill(self) -> None:
+        try:
+            with self._connection.used() as ray:
+                ray.kill(self._actor, no_restart=True)
+        except ConnectionLost:
+            pass  # and so is the actor
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where a node host is to be. node_id: of the machine, where that is settled.  cpus: those it may have there."""
+
+    wish: Node
+    cpus: float
+    node_id: str | None = None
+
+
+class RayEngine(Engine):
+    """Node hosts on a Ray cluster. Raises ImportError, ConfigError."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster = cluster
+        self.node_timeout, self.min_nodes = cluster.node_timeout, cluster.min_nodes
+        self._connection = connect(cluster.address, cluster.runtime_env)
+        self.name = f"the Ray cluster at {self._connection.address}"
+        self._hosts: dict[int, RayHost] = {}
+        self._asked: dict[int, dict[str, Any]] = {}
+        self._stored, self._closed = Stored(), False
+
+    def places(self, most: int) -> Sequence[Place]:
+        with self._connection.used() as ray:
+            self._spots = self._chosen(ray, most)
+        return [Place(spot.cpus, spot.wish.collectors, spot.wish.policy_device) for spot in self._spots]
+
+    def _chosen(self, ray: Any, most: int) -> list[_Spot]:
+        nodes, group = self._cluster.nodes, self._cluster.placement_group
+        if isinstance(nodes, Sequence):
+            return [_Spot(wish, wish.cpus or 1.0) for wish in nodes]
+        if group is not None:
+            cpus = [bundle.get("CPU", 0.0) for bundle in group.bundle_specs]
+            return [_Spot(Node(cpus=one), one) for one in cpus[:nodes]]
+        free = sorted(_free(ray), key=lambda one: -one[2].get("CPU", 0.0))
+        there = [_Spot(Node(), one.get("CPU", 0.0), node_id) for node_id, _, one in free if one.get("CPU", 0.0) >= 1]
+        if nodes is None:
+            return there[:most] or [_Spot(Node(), 1.0)]
+        # Where others are wanted than those that are there, Ray finds the places, perhaps on machines to come.
+        return there[:nodes] if len(there) >= nodes else [_Spot(Node(), 1.0)] * nodes
+
+    def start(self, index: int, collectors: int) -> Host:
+        spot = self._spots[index]
+        settled = spot.node_id is not None
+        cpus = spot.wish.cpus
+        if cpus is None:
+            cpus = min(collectors, spot.cpus) if settled else collectors
+        wish = spot.wish
+        named = {"CPU": cpus, "GPU": wish.gpus, "memory": wish.memory_bytes or 0, **(wish.resources or {})}
+        self._asked[index] = {name: amount for name, amount in named.items() if amount}
+        of_all, own = self._connection.runtime_env, self._cluster.runtime_env
+        runtime_env = {**own} if own and own != of_all else {}
+        with self._connection.used() as ray:
+            kind = ray.remote(concurrency_groups={"order": 1, "beside": _BESIDE})(NodeActor)
+            actor = kind.options(
+                num_cpus=cpus,
+                num_gpus=wish.gpus,
+                memory=wish.memory_bytes,
+                resources={**(wish.resources or {})},
+                label_selector={**(wish.labels or {})},
+                scheduling_strategy=self._strategy(ray, index, spot, is_first=index not in self._hosts),
+                runtime_env=runtime_env,
+            )
+            self._hosts[index] = RayHost(self._connection, actor.remote(), self._stored)
+        return self._hosts[index]
+
+    def _strategy(self, ray: Any, index: int, spot: _Spot, *, is_first: bool) -> Any:
+        strategies = ray.util.scheduling_strategies
+        if self._cluster.placement_group is not None:
+            return strategies.PlacementGroupSchedulingStrategy(self._cluster.placement_group, index)
+        if spot.node_id is not None and is_first:
+            return strategies.NodeAffinitySchedulingStrategy(spot.node_id, soft=True)
+        return "SPREAD"
+
+    def wait(self, tickets: Collection[Ticket], timeout_s: float) -> Mapping[Ticket, Parcel | HostGone]:
+        if not tickets:
+            time.sleep(timeout_s)
+            return {}
+        try:
+            with self._connection.used() as ray:
+                asked: list[Any] = [one for one in tickets if not isinstance(one, _Unasked)]
+                ready, _ = ray.wait(asked, num_returns=1, timeout=timeout_s)
+                if ready:
+                    ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+                return {ticket: self._taken(ray, ticket) for ticket in ready}
+        except ConnectionLost as lost:
+            return dict.fromkeys(tickets, HostGone(str(lost), is_final=True))
+
+    def _taken(self, ray: Any, ticket: Any) -> Parcel | HostGone:
+        try:
+            answer: Parcel = ray.get(ticket, timeout=_FETCH_S)
+            return answer
+        except ray.exceptions.RayError as error:
+            if not _is_alive(ray, this_node()):
+                return HostGone("this machine's Ray has ended", is_final=True)
+            return HostGone(_in_a_line(error))
+
+    def room(self, index: int) -> str:
+        asked, labels = self._asked[index], self._spots[index].wish.labels
+        with self._connection.used() as ray:
+            free = [
+                f"{host} has {_in_words({name: own.get(name, 0) for name in asked})}" for _, host, own in _free(ray)
+            ]
+        on = f" on a node with the labels {dict(labels)}" if labels else ""
+        return f"it asks for {_in_words(asked)}{on}. Free of that: {', '.join(free) or 'no node is there'}"
+
+    def store_bytes(self) -> float:
+        with self._connection.used() as ray:
+            stores = [node["Resources"].get("object_store_memory", math.inf) for node in ray.nodes() if node["Alive"]]
+        return min(stores, default=math.inf)
 
     def close(self) -> None:
-        """Takes back one `connect`. The last one ends the connection, and a cluster that it has started."""
-        with _lock:
-            self._users -= 1
-            if self._users == 0:
-                self._end()
-
-    def _end(self) -> None:
-        global _shared
-        _shared = None
-        atexit.unregister(self._end)
-        if self._pid != os.getpid() or not self.is_own:  # a forked child has nothing of it
+        if self._closed:
             return
-        import ray
-
-        ray.shutdown()
-        deadline = time.monotonic() + _EMPTYING_S
-        # Ray's helpers write their last lines after it.
-        while self.folder is not None and os.path.exists(self.folder) and time.monotonic() < deadline:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            time.sleep(0.05)
+        self._closed = True
+        for host in self._hosts.values():
+            host.kill()
+        self._connection.close()
 
 
-_lock = threading.RLock()
-_shared: Connection | None = None
+def _free(ray: Any) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Id, name and free resources of each node that is alive."""
+    free = ray._private.state.available_resources_per_node()
+    for node in ray.nodes():
+        if node["Alive"]:
+            yield node["NodeID"], node["NodeManagerAddress"], free.get(node["NodeID"], {})
 
 
-def connect(address: str | None = "auto") -> Connection:
-    """A connection of this process, by which `ray` can be used.
-
-    address: the head's ``host:port``; ``"auto"`` or None for RAY_ADDRESS, else this machine's cluster; ``"local"`` for
-    a new one on 127.0.0.1, which ends with the connection. What is initialised counts before "auto" and "local": a
-    process has one cluster at a time.
-
-    Raises ImportError where Ray is not installed, ConfigError where there is no way to connect.
-    """
-    global _shared
-    require("cluster='ray' needs", "muster-rl[ray]", "ray")
-    with _lock:
-        if _shared is not None and not _is_initialised():
-            _shared = None  # somebody else has called ray.shutdown()
-        if _shared is None:
-            _shared = _connect(address)
-            atexit.register(_shared._end)  # before Ray's own, which Ray's import has registered
-        else:
-            _require_same(_shared.address, address)
-            _shared._users += 1
-        return _shared
+def _is_alive(ray: Any, node_id: str) -> bool:
+    return any(node["Alive"] and node["NodeID"] == node_id for node in ray.nodes())
 
 
-def _connect(address: str | None) -> Connection:
-    if _is_initialised():
-        return _initialised(address)
-    if address == "local":
-        return _start()
-    if address is None or address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or _of_this_machine()
-    _require_port(address)
-    _try_in_child(address)
-    with contextlib.ExitStack() as undone, _kept_surroundings():
-        import ray
-
-        undone.callback(ray.shutdown)
-        try:
-            ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"this process cannot connect to the Ray cluster at {address}, and a child of it could: {error}. Set "
-                f"RAY_AUTH_MODE, RAY_AUTH_TOKEN and {_LOOPBACK} before `import ray`"
-            ) from error
-        undone.pop_all()
-        return Connection(_address_here(ray))
+def _in_words(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:,g} {name}" for name, amount in resources.items()) or "nothing"
 
 
-def _is_initialised() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized()
-
-
-def _initialised(address: str | None) -> Connection:
-    import ray
-
-    client: Any = ray.util.client.ray
-    if client.is_connected():
-        raise ConfigError(_proxied("the address that this process has given to ray.init"))
-    found = _address_here(ray)
-    _require_same(found, address)
-    return Connection(found, is_own=False)
-
-
-def _require_same(found: str, address: str | None) -> None:
-    """Raises ConfigError where `address` is of another cluster than `found`, to which this process is connected."""
-    if address in ("auto", "local", None):
-        return
-    theirs, (host, port) = _host_and_port(found), _host_and_port(str(address))
-    with contextlib.suppress(OSError):
-        addresses = {str(one[4][0]) for one in socket.getaddrinfo(host, port)}
-        # Ray gives the name "localhost", and 127.0.0.1, the machine's own address.
-        if port == theirs[1] and (theirs[0] in addresses or addresses & {"127.0.0.1", "::1"}):
-            return
-    raise ConfigError(
-        f"address={address!r}, and this process is connected to the Ray cluster at {found}. Leave the address out, or "
-        "call ray.shutdown() first"
-    )
-
-
-def _address_here(ray: Any) -> str:
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def _proxied(named: str) -> str:
-    return (
-        f"{named} is of Ray's client, ray://, which sends a copy of each batch through a process in between. Run the "
-        "script on a machine of the cluster, with the head's own address, such as address='10.0.0.1:6379'"
-    )
-
-
-def _of_this_machine() -> str:
-    """The address of the cluster that runs on this machine, where it is the user's."""
-    # The places are Ray's, which joins whatever it finds there.
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    file = Path(folder, "ray", "ray_current_cluster")
-    try:
-        owner, address = file.stat().st_uid, file.read_text().strip()
-    except FileNotFoundError:
-        raise ConfigError(
-            f"no Ray cluster is known here: {file} does not exist, and RAY_ADDRESS is not set. Start one with "
-            f"{_STARTING}, give address='host:port' of one, or address='local'"
-        ) from None
-    except OSError as error:
-        raise ConfigError(
-            f"{file}, which names this machine's Ray cluster, cannot be read: {error.strerror}. Set RAY_ADDRESS or "
-            "give address='host:port'"
-        ) from error
-    if owner != os.geteuid():
-        raise ConfigError(
-            f"the Ray cluster on this machine, at {address}, is another user's: {file} belongs to uid {owner}, not to "
-            f"{os.geteuid()}. Set RAY_ADDRESS or give address='{address}' to join it all the same; "
-            "address='local' starts one of your own"
-        )
-    return address
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    if address.startswith("ray://"):
-        raise ConfigError(_proxied(f"address={address!r}"))
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ConfigError("address", "'auto', 'local' or the head's 'host:port', such as '10.0.0.1:6379'", address)
-    return host.strip("[]"), int(port)
-
-
-def _require_port(address: str) -> None:
-    try:
-        socket.create_connection(_host_and_port(address), _PORT_S).close()
-    except OSError as error:
-        raise ConfigError(
-            f"the Ray cluster at {address} cannot be reached: {error}. Start its head with {_STARTING}; on another "
-            "machine, look whether a firewall lets the port through"
-        ) from error
-
-
-def _try_in_child(address: str) -> None:
-    """Has a child process connect. Raises ConfigError where it does not get through."""
-    with tempfile.TemporaryFile("w+", errors="replace") as printed:
-        command = [sys.executable, "-P", "-c", _CHILD, address]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        facts: dict[str, Any] = {}
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, timeout=_CHILD_S, env=environ
-            )
-            out, facts["died"] = done.stdout, done.returncode != 0  # not of its own
-        except subprocess.TimeoutExpired as expired:
-            out = expired.stdout or b""
-        printed.seek(0)
-        last = next((line for line in reversed(printed.read().splitlines()) if line.strip()), "")
-    for line in out.splitlines():
-        facts |= json.loads(line)
-    if "nodes" not in facts:
-        raise ConfigError(_why_not(address, facts, last))
-
-
-def _why_not(address: str, facts: dict[str, Any], last: str) -> str:
-    """The reason why a child did not connect. facts: what it said.  last: its last line on stderr."""
-    # Where it is to have a token and has none, Ray ends it at its first call.
-    ended = facts.get("died") and "cluster" not in facts and os.environ.get("RAY_AUTH_MODE") == "token"
-    if ended or "AuthenticationError" in facts.get("error", ()):
-        return (
-            f"the Ray cluster at {address} lets nobody in without its token, and the one here is missing or wrong: set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, to what the cluster was started with, before `import ray`"
-        )
-    for key, name in (("ray_version", "Ray"), ("python_version", "Python")):
-        theirs = facts.get("cluster", {}).get(key)
-        if theirs is not None and theirs != facts[key]:
-            return (
-                f"the Ray cluster at {address} has {name} {theirs}, and this process {facts[key]}. Ray needs the same "
-                "version on all machines: install it on one side"
-            )
-    if not facts.get("here", True):
-        return (
-            f"no raylet runs on this machine, which a process needs to join the Ray cluster at {address} (its nodes: "
-            f"{', '.join(facts['alive']) or 'none'}): run `ray start --address={address}` here"
-        )
-    told = facts.get("text") or last
-    if "cluster" in facts and address.startswith(("127.", "localhost")):
-        told += (
-            ". In place of 127.0.0.1 Ray asks this machine's own address: give the one that `ray start` printed, or "
-            f"set {_LOOPBACK}=0 before `import ray`, where the cluster has it"
-        )
-    return (
-        f"something listens at {address}, but a process could not join a Ray cluster there in {_CHILD_S:.0f} s. "
-        f"Look with `ray status --address={address}`. Ray's last words: {told or 'none'}"
-    )
-
-
-def _start() -> Connection:
-    """A cluster of this process's own, on 127.0.0.1 alone and behind a token, with its files in a folder of its own."""
-    above = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="muster-ray-", dir=above if len(above) <= _LONGEST_FOLDER else "/tmp")
-    with contextlib.ExitStack() as undone, _kept_surroundings():
-        undone.callback(shutil.rmtree, folder, ignore_errors=True)
-        if "ray" not in sys.modules:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # later, Ray sets it itself, and says so
-        os.environ.setdefault("RAY_AUTH_TOKEN", _TOKEN)  # else Ray writes one into the user's home
-        os.environ |= {_LOOPBACK: "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder}
-        import ray
-
-        if importlib.import_module("ray._private.ray_constants").ENABLE_RAY_CLUSTER:
-            raise ConfigError(
-                "address='local' starts Ray on 127.0.0.1 alone, which Ray decides as it is imported, and here it was "
-                f"imported before. Set {_LOOPBACK}=0 before `import ray`, or call ray.init() yourself and leave the "
-                "address out"
-            )
-        undone.callback(ray.shutdown)
-        try:
-            ray.init("local", log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"Ray cannot start a cluster on this machine: {error}") from error
-        undone.pop_all()
-        return Connection(_address_here(ray), folder)
-
-
-@contextlib.contextmanager
-def _kept_surroundings() -> Iterator[None]:
-    """Puts back what Ray's import and `ray.init` change of the process: hooks, the handler of SIGTERM, variables."""
-    hook, environ, handler = sys.excepthook, dict(os.environ), signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
-        if threading.current_thread() is threading.main_thread() and handler is not None:
-            signal.signal(signal.SIGTERM, handler)
-        for name in os.environ.keys() - environ.keys():
-            del os.environ[name]
-        os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
-        # The copies that Ray has of other packages stay, for Ray, behind those of the user.
-        sys.path.sort(key=lambda folder: folder.endswith(os.path.join("ray", "thirdparty_files")))
+def _in_a_line(error: Exception) -> str:
+    *_, last = str(error).splitlines() or [type(error).__name__]
+    return f"Ray says: {textwrap.shorten(last, _SHOWN_CHARACTERS, placeholder=' ...')}"

@@ -32,12 +32,19 @@ class ReplicaFailed(Exception):
 
     def error(self) -> BaseException:
         """The user's error."""
+        error = self._made()
+        for note in getattr(self, "__notes__", ()):
+            error.add_note(note)
+        return error
+
+    def _made(self) -> BaseException:
         failed, error = self._failed, self._failed.original()
         if self._is_final and error is not None:
             return error
         if not isinstance(error, MusterError):
             about = f"\n{failed.about}" if failed.about else ""
-            error = CollectorError(self._name, f"{failed.type_name}: {failed.message}{about}")
+            raised, error = error, CollectorError(self._name, f"{failed.type_name}: {failed.message}{about}")
+            error.__cause__ = raised
         error.add_note(f"In the collector's process:\n{failed.traceback.rstrip()}")
         return error
 

@@ -20,6 +20,7 @@ from muster.pickling.culprits import culprits_in
 from muster.pickling.functools_pickling import Pickler
 from muster.pickling.probe import attempt, takes
 from muster.pickling.travel import dumps
+from muster.pickling.user_call import current_call
 from muster.pickling.walk import Walk
 from muster.rollout.weights import module_of
 
@@ -138,7 +139,7 @@ def pack_factory(factory: Callable[[], Any], start_method: str, big: list[pickle
     """
     parts = {"policy_factory": factory}
     try:
-        return dumps(factory, parts, start_method=start_method, big=big)
+        return dumps(factory, parts, start_method=start_method, big=big, call=current_call())
     except CannotTravel as error:
         found = [c for c in culprits_in(parts, limit_s=_DIAGNOSIS_S) if c.severity == "blocks"]
         if not found:

@@ -41,6 +41,7 @@ from muster.rollout.processes.replica import (
 )
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
+from muster.rollout.weights import Device
 
 # What launchers import for collectors.
 PRELOADS = (*ENV_PRELOADS, "muster.rollout.processes.replica")
@@ -62,14 +63,19 @@ class PoolPlan:
     sync: bool
     threshold: float
 
-    def of(self, collectors: range, node: int) -> PoolPlan:
-        """The plan of some collectors, which node `node` runs."""
+    def of(self, collectors: range, node: int, policy_device: Device = None) -> PoolPlan:
+        """The plan of some collectors, which node `node` runs. Their batches are compact, for the way.
+
+        policy_device: None for that of all.
+        """
         own = self.plans[collectors.start : collectors.stop]
         first, count = own[0].envs.start, own[-1].envs.stop - own[0].envs.start
         plans = [replace(plan, info=replace(plan.info, node_index=node)) for plan in own]
-        for plan in plans if self.sync else ():
-            part = plan.envs.start - first, plan.envs.stop - first
-            plan.content = replace(plan.content, part=part, batch_envs=count)
+        of_node = {"compact": True} | ({} if policy_device is None else {"policy_device": policy_device})
+        for plan in plans:
+            part = {"part": (plan.envs.start - first, plan.envs.stop - first), "batch_envs": count}
+            options = {**plan.content.options, **of_node}
+            plan.content = replace(plan.content, options=options, **(part if self.sync else {}))
         env = self.processes.worker_env
         return replace(
             self,
@@ -226,9 +232,10 @@ class ReplicaPool:
     def follow(self, weights: SharedWeights) -> None:
         """Says that `weights`, of the file that replicas have, are new. They look there themselves."""
 
-    def close(self) -> None:
+    def close(self, limits: CloseLimits | None = None) -> None:
+        """Closes envs, and ends the processes. limits: None for those of the plan."""
         self.stop()
-        self._pool.close(self._close_limits)
+        self._pool.close(self._close_limits if limits is None else limits)
 
     def _ask_all(self, question: object, words: str = "answering a call") -> list[Any]:
         """The answers of all collectors. Raises the first failure."""

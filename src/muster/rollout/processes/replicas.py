@@ -20,7 +20,7 @@ from muster.backends.process import with_hints
 from muster.errors import ClosedError, SpecMismatch
 from muster.hosts.recipe_plans import Recipes, plans_of
 from muster.hosts.requests import Call, KeptAttributes, SetAttr, opened, packed
-from muster.pickling import named_arguments
+from muster.pickling import called_as, named_arguments
 from muster.pool.launcher_client import standard_fds
 from muster.pool.place import Limit
 from muster.pool.resources import naming_limits
@@ -63,7 +63,7 @@ _REPLICAS = 3
 class Replicas:
     """A `CollectorSet` of replicas of a policy with shares of envs, which a `ReplicaPool` runs.
 
-    threshold: a share of the collectors.  runs: makes what runs them.  far: whether that starts on other machines.
+    threshold: a share of the collectors.  runs: makes what runs them.
     The others: see `MultiCollector`, and `ReplicaPool`.
     """
 
@@ -79,12 +79,10 @@ class Replicas:
         collector_options: Mapping[str, Any],
         options: CollectorOptions,
         runs: Callable[[PoolPlan, int, KeptAttributes], RunsReplicas] = ReplicaPool,
-        far: bool = False,
     ) -> None:
         self._firsts = split_evenly(len(recipes), options.num_workers)
         self._policy, self._seed, self._call_words = policy, seed, recipes[0].call
         self._count, self._forks = options.num_workers, options.context == "fork"
-        self._far = far
         self._packed = pack = partial(packed, call=self._call_words, forked=self._forks)
         self._updating = threading.Lock()
         plan = self._planned(recipes, policy_factory, sync, threshold, collector_options, options)
@@ -111,11 +109,12 @@ class Replicas:
     ) -> PoolPlan:
         """Raises CannotTravel, and what `check_forkable` raises."""
         nouns = collector_nouns([range(*ends) for ends in itertools.pairwise(self._firsts)])
-        processes, step_timeout = options.processes(PRELOADS), options.step_timeout
+        processes, step_timeout = options.processes(PRELOADS, far=self._call_words.far), options.step_timeout
         policy: list[Any] = []  # its pickle, and big buffers, which collectors that are no forks read where they lie
         big: list[pickle.PickleBuffer] | None = None if self._forks else []
         if policy_factory is not None:
-            policy = [pack_factory(policy_factory, processes.context, big)]
+            with called_as(self._call_words):
+                policy = [pack_factory(policy_factory, processes.context, big)]
         elif self._policy is not None:
             policy = [pack_policy(self._policy, big)]
         if big is not None:
@@ -139,7 +138,7 @@ class Replicas:
                 },
             )
 
-        plans = plans_of(recipes, self._firsts, processes, content, far=self._far)
+        plans = plans_of(recipes, self._firsts, processes, content)
         for plan in () if self._forks else plans:
             plan.big += policy
         return PoolPlan(

@@ -134,7 +134,7 @@ class SharedWeights:
                 fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
-def install(fd: int, image: bytes) -> None:
+def install(fd: int, image: bytes | memoryview) -> None:
     """Makes a file that replicas follow what another one was, see `SharedWeights.image`. One thread at a time."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX)

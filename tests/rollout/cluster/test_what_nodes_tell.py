@@ -1,0 +1,116 @@
+"""What nodes tell besides batches: errors, warnings, log records and lines, each with the node it comes from."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pickle
+import time
+
+import pytest
+from collecting import Constant, count_env
+from counting_env import CountingEnv
+
+import muster
+from local_nodes import LocalNodes
+from muster.errors import CollectorError
+from muster.rollout.multi_collector import MultiCollector
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+
+
+def collecting(env, cluster, **options):
+    options = {"num_collectors": 2, "frames_per_batch": 8, "policy": Constant(), **options}
+    return MultiCollector(env, cluster=cluster, **options)
+
+
+def refuse():
+    if muster.get_worker_info().worker_index == 1:
+        raise OSError("no licence here")
+
+
+def test_an_error_at_the_start_names_the_node():
+    with pytest.raises(CollectorError, match=r"collector 1 \(env 1\): OSError: no licence here") as raised:
+        collecting(CountingEnv, LocalNodes(), make_vec_options={"worker_init": refuse})
+    assert raised.value.__notes__[-1] == "On node 1 (local-1)."
+
+
+class Leaving(CountingEnv):
+    """Closes for so long that others end it."""
+
+    def step(self, action):
+        logging.getLogger("leaving").warning("step %s", self.count)
+        return super().step(action)
+
+    def close(self):
+        time.sleep(60)
+
+
+def test_envs_that_are_cut_off_are_told_in_one_warning_and_lines(capfd, caplog):
+    collector = collecting(functools.partial(Leaving, length=9), LocalNodes(), close_timeout=6.0)
+    collector.rollout()
+    with pytest.warns(RuntimeWarning, match=r"node 0 \(local-0\): collector 0 \(env 0\) was killed in close") as told:
+        collector.shutdown()
+    assert len(told) == 1
+    assert "node 1 (local-1): collector 1 (env 1) was killed in close() of env 1" in str(told[0].message)
+    lines = capfd.readouterr().err.splitlines()
+    for i in range(2):
+        assert sum(f"muster: node {i} (local-{i}): close(): env {i} is still closing after 5 s" in one for one in lines)
+    records = [(one.node_index, one.host, one.getMessage()) for one in caplog.records if one.name == "leaving"]
+    assert sorted(records) == [(i, f"local-{i}", f"step {k}") for i in range(2) for k in range(4)]
+
+
+class Warning_(LocalNodes):
+    """Adds a warning to what comes with batches, once `warns`."""
+
+    warns = False
+
+    def wait(self, tickets, timeout_s):
+        return {ticket: self._with_warning(data) for ticket, data in super().wait(tickets, timeout_s).items()}
+
+    def _with_warning(self, data):
+        answer = pickle.loads(data)
+        if self.warns and type(answer.content).__name__ == "NodeBatch":
+            answer.warned.append(("odd", RuntimeWarning))
+        return pickle.dumps(answer)
+
+
+def test_a_warning_that_is_an_error_loses_no_batch():
+    cluster = Warning_(1)
+    with collecting(count_env(), cluster, sync=False) as collector:
+        collector.rollout()
+        cluster.warns = True
+        with pytest.raises(RuntimeWarning, match=r"node 0 \(local-0\): odd"):
+            collector.get_attr("length")
+        cluster.warns = False
+        assert collector.rollout()["collector", "mask"].all()
+
+
+class Recording(LocalNodes):
+    """Keeps the names and numbers of orders, by node."""
+
+    def start(self, index, plan):
+        host = super().start(index, plan)
+        ask, host.orders = host.ask, []
+
+        def record(order, *, beside=False):
+            host.orders.append(pickle.loads(order)[:2])
+            return ask(order, beside=beside)
+
+        host.ask = record
+        return host
+
+
+def test_each_node_is_told_to_stop_the_batch_that_it_is_in():
+    cluster = Recording()
+    with collecting(count_env(), cluster, sync=False) as collector:
+        collector.rollout()
+        while len({last_orders(host)[-1] for host in cluster.hosts}) == 1:
+            collector.rollout()
+        collector.reset()
+    for collect, stop in map(last_orders, cluster.hosts):
+        assert (collect[0], *stop) == ("collect", "stop", collect[1])
+
+
+def last_orders(host):
+    return [one for one in host.orders if one[0] in ("collect", "stop")][-2:]
