@@ -92,16 +92,15 @@ def train(words: Sequence[str]) -> int:
         from muster.training.seeds import train_seeds
     from muster.command_line.train_plan import training_order
     from muster.training.console import run_console
-    from muster.training.run_envs import start_run_envs
 
     order, console = training_order(words), run_console()
     plan, where = order.plan, order.run
     if order.seeds is not None:
         stopped = train_seeds(plan, order.seeds, console, run_dir=where)
     else:
-        with plan.trusting(where, order.trust), start_run_envs(plan, console) as envs:
+        with plan.trusting(where, order.trust), runs.start_ppo(plan, console) as ppo:
             resume, rate = order.resume, order.learning_rate
-            stopped = runs.train(plan, envs, console, run_dir=where, resume=resume, learning_rate=rate)
+            stopped = runs.train(plan, ppo, console, run_dir=where, resume=resume, learning_rate=rate)
     return 0 if stopped is None else SIGNALLED + stopped
 
 

@@ -24,7 +24,7 @@ def test_moments_are_those_of_all_rows_together():
 def test_moments_survive_saving():
     moments, copy = RunningMoments((2,)), RunningMoments((2,))
     moments.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
-    copy.load_state_dict(moments.state_dict())
+    copy.load(moments.to_dict())
     copy.update(torch.tensor([[5.0, 4.0]]))
     assert copy.mean.tolist() == [3.0, 4.0]
     assert moments.mean.tolist() == [2.0, 4.0]

@@ -675,7 +675,7 @@ class TestRefusals:
 
     def test_a_single_env_is_refused(self):
         with pytest.raises(UsageError, match="needs a gymnasium VectorEnv, got Clock"):
-            PPO(Clock(), PPOConfig())  # type: ignore[arg-type]
+            PPO(Clock(), PPOConfig())
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import muster as package
 from command import muster
+from local_nodes import LocalNodes
 from muster.algorithms import PPOConfig
 from muster.command_line.train_plan import training_order
-from muster.training.plan import MakeVecOptions, plan_of
+from muster.training import runs
+from muster.training.plan import CollectorsOptions, MakeVecOptions, plan_of
 from muster.training.presets import preset_named
 
 ENV = """
@@ -58,9 +61,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_options_for_the_envs_have_the_defaults_of_make_vec():
-    parameters = inspect.signature(package.make_vec).parameters
-    for field in dataclasses.fields(MakeVecOptions):
-        assert field.default == parameters[field.name].default, field.name
+    for kind, maker in ((MakeVecOptions, package.make_vec), (CollectorsOptions, package.MultiCollector)):
+        parameters = inspect.signature(maker).parameters
+        for field in dataclasses.fields(kind):
+            if field.name not in ("num_collectors", "nodes"):
+                assert field.default == parameters[field.name].default, field.name
 
 
 def test_options_win_over_the_file_and_this_over_the_preset(folder: Path):
@@ -79,6 +84,55 @@ def test_options_win_over_the_file_and_this_over_the_preset(folder: Path):
     plan = training_order((*words, *more)).plan
     assert (plan.env_kwargs, plan.wrappers, plan.options) == ({"length": 8}, ("own_env:tripled",), {"num_workers": 2})
     assert plan.config.anneal_lr is True
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--num-collectors 2 --num-workers 2", "--num-workers must be left out with collectors, got 2"),
+        ("--num-collectors 2 --caller-steps", "--caller-steps must be left out with collectors, got True"),
+        ("--num-collectors 2 --backend serial", "--backend must be left out with collectors, got 'serial'"),
+        (
+            "--num-collectors 2 --step-timeout 3",
+            "--step-timeout must be left out with collectors, which have collect_timeout, got 3.0",
+        ),
+        ("--num-collectors 2 --nodes 3", "--nodes must be left out where no cluster is named, got 3"),
+        ("--cluster ray", "--cluster must be left out without num_collectors, got 'ray'"),
+        ("--resume r --num-collectors 2", "the run has settled --num-collectors"),
+    ],
+)
+def test_options_that_do_not_go_with_collectors_are_refused_by_name(folder: Path, run: Path, words: str, said: str):
+    shutil.copytree(run, folder / "r")
+    result = muster("train", *(() if "--resume" in words else ("CartPole-v1",)), *words.split())
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["own_env.py", "r"]
+
+
+def test_a_run_by_collectors_goes_on_by_them(folder: Path):
+    words = ("--num-collectors", "2", "--context", "fork", "--run-dir", "r", *SHORT[:-2])
+    result = muster("train", "own_env:make_env", *words, "--wrapper", "own_env:Doubled", "--kwargs", '{"length": 4}')
+    assert result.exit_code == 0, result.output
+    assert "2 envs on 2 collectors, preset" in result.stdout
+    assert plan_of(folder / "r").collectors == {"num_collectors": 2}
+    result = muster("train", "--resume", "r", "--trust", "--total-steps", "32")
+    assert result.exit_code == 0, result.output
+    assert "32 steps, from step 16, seed 0, 2 envs on 2 collectors" in result.stdout
+    assert "mean return  8.0 over" in result.stdout  # of 4 steps, doubled
+    assert muster("eval", "r", "--episodes", "2", "--trust").exit_code == 0
+
+
+@pytest.mark.slow
+def test_collectors_at_home_and_on_two_nodes_leave_the_same_weights(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runs, "RayCluster", LocalNodes)
+    left = []
+    for run, words in (("a", ()), ("b", ()), ("c", ("--cluster", "ray", "--nodes", "2"))):
+        size = ("--total-steps", "6000", "--run-dir", run)
+        assert muster("train", "CartPole-v1", "--num-collectors", "4", *size, *words).exit_code == 0
+        left.append(torch.load(folder / run / "checkpoint.pt", weights_only=True)["policy"])
+    for name, weights in left[0].items():
+        assert torch.equal(weights, left[1][name])
+        assert torch.equal(weights, left[2][name])
 
 
 def test_the_file_may_name_the_env(folder: Path):
@@ -213,6 +267,9 @@ def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
         assert result.exit_code == 2
         assert f"the run has settled {settled}; --resume goes on with what it has" in result.stderr
     assert "--run-dir is for new runs" in muster("train", "--resume", "r", "--run-dir", "other").stderr
+    config = json.loads((folder / "r" / "config.json").read_text())
+    older = {name: value for name, value in config.items() if name not in ("collectors", "run")}
+    (folder / "r" / "config.json").write_text(json.dumps(older))
     again = ("own_env:make_env", *SHORT, "--run-dir", "r", "--total-steps", "32")
     assert "--trust" in muster("train", "--resume", "r", *again).stderr
     result = muster("train", "--resume", "r", *again, "--trust")
@@ -231,6 +288,8 @@ def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
         ),
         ({"run": {"keep": "x"}}, "r/config.json: keep must be a whole number of at least 1 or None, got 'x'"),
         ({"run": [1]}, "look at 'run'."),
+        ({"collectors": {"num_envs": 3}}, "look at 'collectors.num_envs'."),
+        ({"collectors": {"num_collectors": 2, "nodes": 2}}, "r/config.json: nodes must be left out where no cluster"),
         ({"gamma": 5}, "r/config.json: gamma must be a number from 0 to 1, got 5"),
         ({"hidden_sizes": [5]}, "r/checkpoint.pt is not that of the run in config.json: RuntimeError: Error"),
     ],

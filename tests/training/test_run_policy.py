@@ -69,7 +69,7 @@ def trained(folder: Path, env: str, *, iterations: int = 1, **options: Any) -> P
     sizes: dict[str, Any] = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1}
     config = PPOConfig(total_steps=16 * iterations, **{**sizes, **options})
     with muster.make_vec(env, 2, backend="serial", autoreset_mode="same_step") as envs:
-        runs.train(TrainingPlan(env, config, "numbers"), envs, Console(file=io.StringIO()), run_dir=folder)
+        runs.train(TrainingPlan(env, config, "numbers"), PPO(envs, config), Console(file=io.StringIO()), run_dir=folder)
     return folder
 
 

@@ -110,6 +110,7 @@ MOMENTS = """
 import json, os, signal, sys, threading, torch
 from muster import cli
 from muster.algorithms import PPO
+from muster.algorithms.actor_critic import Explorer
 from muster.training.run_folder import RunFolder
 from muster.training.run_policy import RunPolicy
 
@@ -143,7 +144,7 @@ def run(name):
 exits, folder, save = {}, sys.argv[1], RunFolder.save_checkpoint
 for name, owner, method, nth, act in (
     ("update", torch.optim.Adam, "step", 45, terminate_twice),
-    ("collect", PPO, "_explore", 40, terminate),
+    ("collect", Explorer, "forward", 40, terminate),
     ("write", RunFolder, "append_metrics", 3, terminate),
     ("workers", PPO, "collect_rollout", 2, terminate_workers_first),
     ("save", torch.optim.Adam, "step", 45, interrupt_and_terminate_the_saving),

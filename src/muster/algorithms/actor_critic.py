@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from muster.algorithms.encoder import Choices, Encoder, mlp
 from muster.algorithms.normalization import ObservationNormalizer
-from muster.errors import UsageError
+from muster.errors import TrainingDiverged, UsageError
 
 
 class ActorCritic(nn.Module):
@@ -145,6 +145,33 @@ class Gaussian(nn.Module):
             scaled = self.center + self.scale * actions.numpy().astype(self.dtype)
         clipped: np.ndarray[Any, Any] = np.clip(scaled, self.low, self.high)
         return clipped.reshape(-1, *self.shape)
+
+
+class Explorer(nn.Module):
+    """What acts while PPO collects: a policy, and the statistics by which it sees observations.
+
+    It may be copied to other processes; steps, which a message names, follow there as weights and statistics do.
+
+    steps: env steps after which it acts.
+    """
+
+    def __init__(self, policy: ActorCritic, observations: ObservationNormalizer | None, learning_rate: float) -> None:
+        super().__init__()
+        self.policy, self.observations = policy, observations
+        self.steps, self.learning_rate = 0, learning_rate
+
+    def forward(self, obs: Tensor) -> dict[str, Tensor]:
+        """Drawn actions [B, K] for observations [B, *obs_shape], ``chosen``, and as the env wants them, ``action``.
+
+        Raises TrainingDiverged where they are not finite.
+        """
+        chosen = self.policy.act(as_seen(obs, self.observations))
+        if chosen.is_floating_point() and not chosen.isfinite().all():
+            raise TrainingDiverged(
+                f"PPO diverged: after step {self.steps} the policy's actions are not finite, and were not sent. Lower "
+                f"learning_rate, which is {self.learning_rate:g}, or look for huge observations."
+            )
+        return {"chosen": chosen, "action": torch.from_numpy(self.policy.head.to_env(chosen))}
 
 
 @torch.no_grad()

@@ -6,18 +6,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 CLIP = 10.0  # in standard deviations
 EPSILON = 1e-8
 
 
-class RunningMoments:
-    """Mean and variance, float64 ``[*shape]``, of all rows seen so far (Chan et al. 1979, the pairwise update)."""
+class RunningMoments(nn.Module):
+    """Mean and variance, float64 ``[*shape]``, of all rows seen so far (Chan et al. 1979, the pairwise update).
+
+    They are buffers, which follow wherever the weights beside them go.
+    """
+
+    mean: Tensor
+    var: Tensor
 
     def __init__(self, shape: Sequence[int] = ()) -> None:
-        self.mean = torch.zeros(tuple(shape), dtype=torch.float64)
-        self.var = torch.ones(tuple(shape), dtype=torch.float64)
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(tuple(shape), dtype=torch.float64))
+        self.register_buffer("var", torch.ones(tuple(shape), dtype=torch.float64))
         self.count = 0
 
     def update(self, rows: Tensor) -> None:
@@ -31,21 +38,23 @@ class RunningMoments:
         self.mean = self.mean + delta * share
         self.count = total
 
-    def state_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"mean": self.mean, "var": self.var, "count": self.count}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `to_dict`."""
         self.mean, self.var = (state[name].expand_as(self.mean) for name in ("mean", "var"))  # refuses another shape
         self.count = int(state["count"])
 
 
-class ObservationNormalizer:
+class ObservationNormalizer(nn.Module):
     """Subtracts the running mean from observations, divides by the running deviation, and clips to 10 deviations."""
 
     def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
         self.moments = RunningMoments(shape)
 
-    def __call__(self, obs: Tensor) -> Tensor:
+    def forward(self, obs: Tensor) -> Tensor:
         """Normalised observations, float32 ``[B, *shape]``. obs: of any dtype. The statistics stay as they are."""
         scale = (self.moments.var + EPSILON).rsqrt()
         return ((obs.double() - self.moments.mean) * scale).clamp(-CLIP, CLIP).float()
@@ -79,5 +88,5 @@ class RewardNormalizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from the state of ``moments``, with returns of 0: envs that start again begin new episodes."""
-        self.moments.load_state_dict(state)
+        self.moments.load(state)
         self._returns.zero_()

@@ -1,4 +1,4 @@
-"""PPO (Schulman et al. 2017, arXiv:1707.06347) over a vector env, in one file to be read from top to bottom.
+"""PPO (Schulman et al. 2017, arXiv:1707.06347) over a vector env or collectors, to be read from top to bottom.
 
     envs = muster.make_vec("CartPole-v1", num_envs=8, autoreset_mode="same_step")
     ppo = PPO(envs, PPOConfig(total_steps=100_000))
@@ -13,21 +13,21 @@ as it was, and runs with neighbouring seeds share nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
 
-from muster.algorithms.actor_critic import ActorCritic, act, as_seen, torch_threads
+from muster.algorithms.actor_critic import ActorCritic, Explorer, act, as_seen, torch_threads
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer
 from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_parts import EpisodeWindow, Losses, PPOMetrics, Schedule, check_envs, require_finite_rows
-from muster.errors import TrainingDiverged
-from muster.rollout.collector import Collector
+from muster.algorithms.ppo_envs import collector_over, facts_of
+from muster.algorithms.ppo_parts import EpisodeWindow, Losses, PPOMetrics, Schedule, require_finite_rows
+from muster.errors import ClosedError, TrainingDiverged
 from muster.rollout.returns import gae
 
 KL_MARGIN = 1.5  # by which a minibatch may exceed target_kl, as in Stable-Baselines3
@@ -48,37 +48,47 @@ class Rollout(NamedTuple):
 
 
 class PPO:
-    """Trains a policy on ``envs``, which stay the caller's: PPO steps them, but never closes them.
+    """Trains a policy on ``envs``, single-agent ones with Box, Discrete, MultiDiscrete or MultiBinary spaces.
 
-    envs: single-agent, ``same_step`` or ``next_step`` autoreset, ``config.num_envs`` of them, with Box, Discrete,
-        MultiDiscrete or MultiBinary observations and actions.
+    envs: a vector env of ``config.num_envs``, with ``same_step`` or ``next_step`` autoreset. It stays the caller's: PPO
+        steps it, but never closes it. With `collectors` what `muster.make_vec` takes as its first argument.
     policy: an ActorCritic for these spaces, or a module with its attributes and methods. This object itself
-        is trained, neither copied nor pickled. None draws a new one from the seed.
+        is trained, neither copied nor pickled except to collectors. None draws a new one from the seed.
+    collectors: ``{"num_collectors": 8}``: so many processes share the envs, and act by copies that have the weights and
+        statistics of the moment in each rollout. Further options are those of `muster.MultiCollector` for its processes
+        and envs, such as ``cluster`` and ``make_vec_options``. One env is made first, to see its spaces. Same seed and
+        number of collectors, same policy. `close` ends them, or the end of a ``with`` block.
 
-    Raises UsageError for other envs, ConfigError for options that do not fit them.
+    Raises UsageError for other envs, ConfigError for options that do not fit them, and what `MultiCollector` raises.
     """
 
-    def __init__(self, envs: VectorEnv[Any, Any, Any], config: PPOConfig, policy: ActorCritic | None = None) -> None:
-        check_envs(envs, config)
+    def __init__(
+        self,
+        envs: Any,
+        config: PPOConfig,
+        policy: ActorCritic | None = None,
+        *,
+        collectors: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.observation_space, self.action_space, self.spec = facts_of(envs, config, collectors)
         self.envs = envs
         self.config = config
         self.steps = 0  # env steps of the complete iterations
-        space = envs.single_observation_space
+        space = self.observation_space
         collecting, weights, minibatches = np.random.SeedSequence(config.seed).spawn(3)
         self._minibatch_rng = torch.Generator().manual_seed(_seed(minibatches))
         if policy is None:
             with torch_threads(config.torch_threads):  # orthogonal weights differ with the number of threads
                 rng = torch.Generator().manual_seed(_seed(weights))
-                policy = ActorCritic(space, envs.single_action_space, rng, **config.network)
+                policy = ActorCritic(space, self.action_space, rng, **config.network)
         self.policy = policy
         self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=True)
         self.observations = ObservationNormalizer(space.shape or ()) if config.normalize_observations else None
         self.rewards = RewardNormalizer(config.num_envs, config.gamma) if config.normalize_rewards else None
         self.episodes = EpisodeWindow()
-        self.collector = Collector(
-            envs, self._explore, frames_per_batch=config.batch_size, seed=_seed(collecting), compact=True
-        )
+        self._explorer = Explorer(policy, self.observations, config.learning_rate)
         self.schedule = Schedule(config)
+        self.collector = collector_over(envs, self._explorer, config, _seed(collecting), collectors)
         self._clip_coef = config.clip_coef
         self._under_way = False  # an iteration has begun, and has not ended
         self._complete: tuple[dict[str, Any], PPOMetrics | None] = self._state(), None
@@ -120,7 +130,11 @@ class PPO:
     @torch.no_grad()
     def collect_rollout(self) -> Rollout:
         """The next ``num_steps`` steps of every env, going on where the last rollout ended."""
+        self._explorer.steps = self.steps
+        self.collector.update_policy_weights_()
         batch = self.collector.rollout()
+        while not batch["collector", "mask"].any():  # every collector was replaced in it
+            batch = self.collector.rollout()
         # Before anything else: what is not finite enters neither statistics nor returns.
         require_finite_rows(batch, (self.collector.batches - 1) * self.config.num_steps, self.steps)
         self.episodes.add(self.collector.last_episodes)
@@ -163,16 +177,6 @@ class PPO:
         Statistics of observations stay as they are. Numbers that are not finite count as 0.
         """
         return act(self.policy, self.observations, obs, sample=sample, threads=self.config.torch_threads)
-
-    def _explore(self, obs: Tensor) -> dict[str, Tensor]:
-        """The outputs that the collector stores."""
-        chosen = self.policy.act(as_seen(obs, self.observations))
-        if chosen.is_floating_point() and not chosen.isfinite().all():
-            raise TrainingDiverged(
-                f"PPO diverged: after step {self.steps} the policy's actions are not finite, and were not sent. Lower "
-                f"learning_rate, which is {self.config.learning_rate:g}, or look for huge observations."
-            )
-        return {"chosen": chosen, "action": torch.from_numpy(self.policy.head.to_env(chosen))}
 
     def _evaluate(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """The policy's output for observations [B, *obs_shape], a minibatch at a time, as images take much memory."""
@@ -268,10 +272,10 @@ class PPO:
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
             "schedule": self.schedule.state_dict(),
-            "collector": self.collector.state_dict(),
+            "collector": {name: one for name, one in self.collector.state_dict().items() if name != "policy"},
             "minibatch_rng": self._minibatch_rng.get_state(),
             "episodes": self.episodes.state_dict(),
-            "normalizers": {name: one.moments.state_dict() for name, one in normalizers.items() if one is not None},
+            "normalizers": {name: one.moments.to_dict() for name, one in normalizers.items() if one is not None},
         }
         return copy.deepcopy(state)
 
@@ -288,21 +292,32 @@ class PPO:
 
     def _go_back(self) -> None:
         """Goes back to the state after the last complete iteration."""
-        self._load(self._complete[0])
+        with contextlib.suppress(ClosedError):  # what has closed the collectors is told, and not that it did
+            self._load(self._complete[0])
         self._under_way = False
 
     def _load(self, state: Mapping[str, Any]) -> None:
         state = copy.deepcopy(state)  # the optimizer takes its tensors as they are, and writes into them
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(_adams(state["optimizer"], self.optimizer))
-        self.collector.load_state_dict(state["collector"])
         self.steps = int(state["steps"])
         self._minibatch_rng.set_state(state["minibatch_rng"])
         self.episodes.load_state_dict(state["episodes"])
         if self.observations is not None:
-            self.observations.moments.load_state_dict(state["normalizers"]["observations"])
+            self.observations.moments.load(state["normalizers"]["observations"])
         if self.rewards is not None:
             self.rewards.load_state_dict(state["normalizers"]["rewards"])
+        self.collector.load_state_dict(state["collector"])
+
+    def close(self) -> None:
+        """Ends the collectors. A vector env stays open: it is the caller's."""
+        self.collector.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _adams(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

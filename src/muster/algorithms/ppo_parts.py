@@ -1,4 +1,4 @@
-"""The parts of PPO's loop: the checks of its envs and of a rollout's rows, its rates, and the figures it reports."""
+"""The parts of PPO's loop: the check of a rollout's rows, its rates, and the figures it reports."""
 
 from __future__ import annotations
 
@@ -10,33 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from muster.algorithms.encoder import kind_of
 from muster.algorithms.ppo_config import PPOConfig
-from muster.errors import ConfigError, TrainingDiverged, UsageError
+from muster.errors import TrainingDiverged
 from muster.rollout.episodes import Episodes
 
 EPISODE_WINDOW = 100
-
-
-def check_envs(envs: VectorEnv[Any, Any, Any], config: PPOConfig) -> None:
-    """Raises UsageError for envs that PPO cannot train on, ConfigError for options that do not fit them."""
-    if not isinstance(envs, VectorEnv):
-        raise UsageError(f"PPO trains one agent per env and needs a gymnasium VectorEnv, got {type(envs).__name__}.")
-    if envs.num_envs != config.num_envs:
-        raise UsageError(
-            f"envs has num_envs={envs.num_envs}, the config num_envs={config.num_envs}; "
-            f"pass PPOConfig(num_envs={envs.num_envs})."
-        )
-    space = envs.single_observation_space
-    if config.normalize_observations and kind_of(space) not in ("numbers", "bytes"):
-        raise ConfigError(
-            "normalize_observations is for measurements, such as positions and speeds: Boxes of floats, of large "
-            f"whole numbers, and rows of bytes. This env observes {space}, which the policy reads as {kind_of(space)}, "
-            "in numbers of about 1 already. Leave it off."
-        )
 
 
 def require_finite_rows(batch: Any, steps_before: int, kept_steps: int) -> None:

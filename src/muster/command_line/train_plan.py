@@ -15,11 +15,19 @@ from muster.command_line.command_options import TrainOptions
 from muster.command_line.parser import HELP, Parser, near, option_of
 from muster.errors import ConfigError
 from muster.recipes.named import absolute_name, callable_named, find_here
-from muster.training.plan import MakeVecOptions, RunOptions, TrainingPlan, plan_of
+from muster.training.plan import (
+    CollectorsOptions,
+    MakeVecOptions,
+    RunOptions,
+    TrainingPlan,
+    makers_of,
+    options_of,
+    plan_of,
+)
 from muster.training.presets import preset_for
 from muster.training.run_envs import open_envs
 
-PARSER = Parser("muster train", (TrainOptions, RunOptions, MakeVecOptions, PPOConfig))
+PARSER = Parser("muster train", (TrainOptions, RunOptions, MakeVecOptions, CollectorsOptions, PPOConfig))
 OF_COMMAND = ("run_dir", "seeds", "resume", "config", "trust")  # options that a file has not
 CHANGES = ("total_steps", "learning_rate")  # what PPO may do otherwise in a run that goes on
 FOR_SEVERAL = ("num_workers", "caller_steps")  # options that one env alone cannot have
@@ -47,7 +55,7 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     by_words = PARSER.read([word for word in words if word not in HELP])
     file = by_words.get("config")
     values = {**({} if file is None else read_run_toml(file)), **by_words}
-    options = _of(TrainOptions, values)
+    options = options_of(TrainOptions, values)
     if options.resume is None or options.trust:
         find_here()
     if options.resume is not None:
@@ -56,7 +64,7 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
         if wants_help:
             PARSER.show_help(values, OWN_VALUES)
         raise ConfigError("name an ENV to train on, such as CartPole-v1, or a run to go on with: --resume RUN")
-    run, made = _of(RunOptions, values), _for_make_vec(values)
+    run, (made, collectors) = options_of(RunOptions, values), makers_of(values)
     env, wrappers = absolute_name(options.env), tuple(map(absolute_name, options.wrapper))
     kwargs, around = dict(options.env_kwargs), list(map(callable_named, wrappers))
     alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
@@ -65,7 +73,7 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     values = {**preset.config, **values}
     if wants_help:
         PARSER.show_help(values, f"PPO's values below are those for {options.env}, by the preset {preset.name}.")
-    plan = TrainingPlan(env, _of(PPOConfig, values), preset.name, kwargs, wrappers, made, run)
+    plan = TrainingPlan(env, options_of(PPOConfig, values), preset.name, kwargs, wrappers, made, run, collectors)
     return TrainingOrder(plan, options.run_dir, resume=False, seeds=options.seeds)
 
 
@@ -76,8 +84,9 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool
     plan = plan_of(run)
     config = dataclasses.asdict(plan.config)
     before = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **config}
+    before["num_collectors"] = plan.collectors.get("num_collectors")
     if wants_help:
-        now = {**before, **plan.options, **dataclasses.asdict(plan.run), **values}
+        now = {**before, **plan.options, **plan.collectors, **dataclasses.asdict(plan.run), **values}
         PARSER.show_help(now, f"The values below are those that {run} has now.")
     asked = {**values, "env": plan.env if options.env is None else absolute_name(options.env)}
     asked["wrapper"] = tuple(map(absolute_name, options.wrapper)) or plan.wrappers
@@ -91,9 +100,11 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool
         raise ConfigError("--run-dir is for new runs; --resume goes on in the folder of its own")
     if not options.trust:
         plan.require_trust(run)
-    made = _for_make_vec({**plan.options, **values})
-    besides = _of(RunOptions, {**dataclasses.asdict(plan.run), **values})
-    plan = replace(plan, config=_of(PPOConfig, {**config, **values}), options=made, run=besides)
+    made, collectors = makers_of({**plan.options, **plan.collectors, **values})
+    besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
+    plan = replace(
+        plan, config=options_of(PPOConfig, {**config, **values}), options=made, run=besides, collectors=collectors
+    )
     # Without one that is asked for, the rate that the run had reached.
     return TrainingOrder(plan, run, True, options.trust, learning_rate=values.get("learning_rate"))
 
@@ -116,14 +127,3 @@ def read_run_toml(path: Path) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(error.naming(f"{path}: {key}")) from None
     return values
-
-
-def _of(kind: type, values: Mapping[str, Any]) -> Any:
-    """The dataclass with the values that are its own."""
-    return kind(**{name: values[name] for name in fields_of(kind) if name in values})
-
-
-def _for_make_vec(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `make_vec` that have not its own values."""
-    made = dataclasses.asdict(_of(MakeVecOptions, values))
-    return {name: value for name, value in made.items() if value != getattr(MakeVecOptions, name)}

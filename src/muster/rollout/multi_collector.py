@@ -47,8 +47,8 @@ MULTI_COLLECTOR = replace(
     in_process='muster.Collector with make_vec_options={"backend": "serial"}',
     one_each="num_collectors=num_envs",
 )
+ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "worker_init")
 _ON_NODES = replace(MULTI_COLLECTOR, in_process="", context="", far=True)
-_ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "worker_init")
 
 
 class MultiCollector(BatchSource):
@@ -89,7 +89,7 @@ class MultiCollector(BatchSource):
 
     _fleet: Fleet | None = None
 
-    @explains_keywords('make_vec_options={{"env_kwargs": {}}}', _ENV_OPTIONS, "make_vec_options={}")
+    @explains_keywords('make_vec_options={{"env_kwargs": {}}}', ENV_OPTIONS, "make_vec_options={}")
     def __init__(
         self,
         envs: Any,
@@ -336,12 +336,7 @@ def _options_of(
 def _understood(
     envs: Any, num_envs: int | None, num_collectors: int, make_vec_options: Mapping[str, Any] | None
 ) -> list[Recipe]:
-    options = dict(make_vec_options or {})
-    if unknown := sorted(options.keys() - set(_ENV_OPTIONS)):
-        raise ConfigError(
-            f"make_vec_options: collectors step their envs themselves, so of make_vec's options only "
-            f"{', '.join(_ENV_OPTIONS)} are theirs, got {', '.join(unknown)}"
-        )
+    options = env_options(make_vec_options)
     if num_envs is None and not isinstance(envs, (list, tuple)):
         num_envs = num_collectors
     recipes = adapted_recipes(
@@ -355,6 +350,17 @@ def _understood(
     if len(recipes) < num_collectors:
         raise ConfigError(f"num_collectors={num_collectors}, but there are only {len(recipes)} envs; each needs one")
     return recipes
+
+
+def env_options(make_vec_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of `make_vec` that collectors have. Raises ConfigError for others."""
+    options = dict(make_vec_options or {})
+    if unknown := sorted(options.keys() - set(ENV_OPTIONS)):
+        raise ConfigError(
+            f"make_vec_options: collectors step their envs themselves, so of make_vec's options only "
+            f"{', '.join(ENV_OPTIONS)} are theirs, got {', '.join(unknown)}"
+        )
+    return options
 
 
 def _threshold_of(threshold: float | None, sync: bool) -> float:

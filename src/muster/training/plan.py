@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,12 +68,64 @@ class MakeVecOptions:
 
 
 @dataclass(frozen=True)
+class CollectorsOptions:
+    """In place of workers: arguments of `muster.MultiCollector` that a run may have."""
+
+    num_collectors: int | None = option(
+        None, "processes that step a share of the envs each, and act for it; None: this one acts for all", least=1
+    )
+    cluster: Literal["ray"] | None = option(None, "has collectors run on a cluster's machines; None: on this one")
+    nodes: int | None = option(None, "machines of the cluster; None: those that have a free CPU", least=1)
+    collect_timeout: float | None = option(None, "seconds for a collector's part of a rollout; None: any", above=0)
+    preemptive_threshold: float | None = option(
+        None,
+        "the share of the collectors that a rollout waits for; rows that are missing are left out",
+        above=0,
+        most=1,
+    )
+    threads_per_collector: int = option(1, "threads of OpenMP, BLAS and torch in each", least=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.nodes is not None and self.cluster is None:
+            raise ConfigError("nodes", "left out where no cluster is named", self.nodes)
+        for name in fields_of(CollectorsOptions):
+            if self.num_collectors is None and (value := getattr(self, name)) != getattr(CollectorsOptions, name):
+                raise ConfigError(name, "left out without num_collectors", value)
+
+
+_OF_BOTH = ("context", "start_timeout", "close_timeout", "on_failure", "max_restarts")
+_INSTEAD = {"step_timeout": ", which have collect_timeout", "threads_per_worker": ", which have threads_per_collector"}
+
+
+def makers_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of `make_vec` and of collectors among the values, as far as they have not the defaults.
+
+    Raises ConfigError, also for one of `make_vec` that collectors do not have.
+    """
+    made, collectors = (
+        {name: value for name, value in asdict(options_of(kind, values)).items() if value != getattr(kind, name)}
+        for kind in (MakeVecOptions, CollectorsOptions)
+    )
+    for name in made if collectors else ():
+        if name not in _OF_BOTH:
+            raise ConfigError(name, f"left out with collectors{_INSTEAD.get(name, '')}", made[name])
+    return made, collectors
+
+
+def options_of(kind: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass with the values that are its own. Raises ConfigError."""
+    return kind(**{name: values[name] for name in fields_of(kind) if name in values})
+
+
+@dataclass(frozen=True)
 class TrainingPlan:
     """The env and the options of a run.
 
     env: as `env_named` takes it.  preset: the name of the row that the options started from, and whose wrappers are
     around the env.  env_kwargs, wrappers: the user's own, the latter as `callable_named` takes them.
     options: further ones of `make_vec`, as far as they have not its own values.  run: what the run does besides.
+    collectors: `CollectorsOptions` as far as they have not the defaults; empty where workers step the envs.
     """
 
     env: str
@@ -83,6 +135,7 @@ class TrainingPlan:
     wrappers: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     run: RunOptions = RunOptions()
+    collectors: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -105,9 +158,10 @@ class TrainingPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
-        run = {"env": self.env, "algorithm": "PPO", "preset": self.preset, **dataclasses.asdict(self.config)}
+        run = {"env": self.env, "algorithm": "PPO", "preset": self.preset, **asdict(self.config)}
         made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(self.wrappers), "make_vec": dict(self.options)}
-        return {**run, **made, "run": dataclasses.asdict(self.run), "with": _versions()}
+        besides = {"collectors": dict(self.collectors), "run": asdict(self.run), "with": _versions()}
+        return {**run, **made, **besides}
 
     @contextmanager
     def trusting(self, run: Path | None, trust: bool) -> Iterator[None]:
@@ -156,25 +210,27 @@ def plan_of(path: Path) -> TrainingPlan:
             f"{path / 'config.json'} is not that of a PPO run of this version of Muster"
             + (f": it lacks {', '.join(missing)}." if missing else ".")
         )
-    kinds = {"env": str, "preset": str, "env_kwargs": dict, "wrappers": list, "make_vec": dict, "run": dict}
-    config.setdefault("run", {})  # not there in older runs
+    kinds = {"env": str, "preset": str, "env_kwargs": dict, "wrappers": list, "make_vec": dict}
+    kinds |= {"collectors": dict, "run": dict}
+    config = {"collectors": {}, "run": {}, **config}  # not there in older runs
     unfit = [name for name, kind in kinds.items() if not isinstance(config[name], kind)]
     if not unfit:
         unfit += ["wrappers"] * (not all(isinstance(wrapper, str) for wrapper in config["wrappers"]))
-        unfit += [f"make_vec.{name}" for name in config["make_vec"] if name not in fields_of(MakeVecOptions)]
+        for part, kind in (("make_vec", MakeVecOptions), ("collectors", CollectorsOptions)):
+            unfit += [f"{part}.{name}" for name in config[part] if name not in fields_of(kind)]
     if unfit:
         raise UsageError(
             f"{path / 'config.json'} is not as muster train writes it: look at {', '.join(map(repr, unfit))}."
         )
     try:
         options = PPOConfig(**{name: config[name] for name in names})
-        run = RunOptions(**{name: value for name, value in config["run"].items() if name in fields_of(RunOptions)})
-        MakeVecOptions(**config["make_vec"])
+        run = options_of(RunOptions, config["run"])
+        makers_of({**config["make_vec"], **config["collectors"]})
     except ConfigError as error:
         raise UsageError(f"{path / 'config.json'}: {error}") from None
     require_room(path / "config.json", 400 * options.num_envs)  # of the envs' recipes
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
-    return TrainingPlan(config["env"], options, config["preset"], *made, run)
+    return TrainingPlan(config["env"], options, config["preset"], *made, run, config["collectors"])
 
 
 def _versions() -> dict[str, Any]:

@@ -25,11 +25,19 @@ SAID_AFTER_S = 1.0
 def start_run_envs(plan: TrainingPlan, console: Console, num_envs: int | None = None, **options: Any) -> VectorEnv:
     """The envs of `open_run_envs`. What takes longer than a second is said meanwhile."""
     count = plan.config.num_envs if num_envs is None else num_envs
+    with start_said(console, count, {**plan.options, **options}):
+        return open_run_envs(plan, num_envs, **options)
+
+
+@contextmanager
+def start_said(console: Console, num_envs: int, options: Mapping[str, Any]) -> Iterator[None]:
+    """Says that envs start if the ``with`` block takes longer than a second. options: of `make_vec`."""
     # A worker that is forked from this process must not inherit the locks of a thread that prints.
-    if {**plan.options, **options}.get("context") == "fork":
-        return open_run_envs(plan, num_envs, **options)
-    with starts_unsaid(), _said_later(console, f"starting {count} env{'s' * (count > 1)}"):
-        return open_run_envs(plan, num_envs, **options)
+    if options.get("context") == "fork":
+        yield
+        return
+    with starts_unsaid(), _said_later(console, f"starting {num_envs} env{'s' * (num_envs > 1)}"):
+        yield
 
 
 def open_run_envs(
@@ -47,15 +55,25 @@ def open_run_envs(
     the plan's.
     Raises what `make_vec` raises, UsageError for envs with agents, ImportError where the preset needs a package.
     """
-    preset = preset_named(plan.preset)
-    require(f"Training {plan.env} needs", "muster-rl[train]", *preset.modules)
+    recipe = recipe_of(plan, env_kwargs or {}, wrappers)
     count = plan.config.num_envs if num_envs is None else num_envs
-    by_preset = preset.env_kwargs if isinstance(env_named(plan.env), str) else {}  # a factory has arguments of its own
-    kwargs = {**by_preset, **plan.env_kwargs, **(env_kwargs or {})}
-    around = (*map(callable_named, plan.wrappers), *preset.wrappers, *wrappers)
     left_out = () if count == plan.config.num_envs else ("num_workers", "caller_steps")
     made = {name: value for name, value in plan.options.items() if name not in left_out}
-    return open_envs(plan.env, count, env_kwargs=kwargs, wrappers=around, **{**made, **options})
+    return open_envs(plan.env, count, **recipe, **{**made, **options})
+
+
+def recipe_of(
+    plan: TrainingPlan, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]] = ()
+) -> dict[str, Any]:
+    """``env_kwargs`` and ``wrappers`` of the plan's envs for `make_vec`. Raises ImportError as `open_run_envs`.
+
+    env_kwargs, wrappers: as for `open_run_envs`.
+    """
+    preset = preset_named(plan.preset)
+    require(f"Training {plan.env} needs", "muster-rl[train]", *preset.modules)
+    by_preset = preset.env_kwargs if isinstance(env_named(plan.env), str) else {}  # a factory has arguments of its own
+    around = (*map(callable_named, plan.wrappers), *preset.wrappers, *wrappers)
+    return {"env_kwargs": {**by_preset, **plan.env_kwargs, **env_kwargs}, "wrappers": around}
 
 
 def open_envs(

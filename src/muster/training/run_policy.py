@@ -72,7 +72,7 @@ class RunPolicy:
             self._policy.load_state_dict(state["policy"])
             if config.normalize_observations:
                 self._normalizer = ObservationNormalizer(self.observation_space.shape or ())
-                self._normalizer.moments.load_state_dict(state["normalizers"]["observations"])
+                self._normalizer.moments.load(state["normalizers"]["observations"])
 
     def __call__(self, obs: Any) -> Any:
         """Actions for observations [B, *obs_shape], or the action for a single one [*obs_shape].

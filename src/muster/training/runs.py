@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,8 @@ from rich.table import Table
 
 from muster.algorithms import PPO, PPOMetrics
 from muster.errors import DISK_FULL, UsageError
+from muster.recipes.named import env_named
+from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.evaluation import evaluate
 from muster.spaces.plain import to_plain
 from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
@@ -25,6 +28,7 @@ from muster.training.events import charts
 from muster.training.film import film_episode
 from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
+from muster.training.run_envs import recipe_of, start_run_envs, start_said
 from muster.training.run_folder import BEST, LOST_METRICS, RunFolder, as_word, new_folder, reading, states_in
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
@@ -35,9 +39,26 @@ Result = TypeVar("Result")
 SOLVED_OVER = 100  # episodes, as Gymnasium's thresholds are meant
 
 
+@contextmanager
+def start_ppo(plan: TrainingPlan, console: Console) -> Iterator[PPO]:
+    """The plan's PPO. Its envs, in workers or in collectors, are closed at the end."""
+    if not plan.collectors:
+        with start_run_envs(plan, console) as envs:
+            yield PPO(envs, plan.config)
+        return
+    collectors = {**plan.options, **plan.collectors, "make_vec_options": recipe_of(plan, {})}
+    nodes = collectors.pop("nodes", None)
+    if "cluster" in collectors:
+        collectors["cluster"] = RayCluster(nodes=nodes)
+    with start_said(console, plan.config.num_envs, plan.options):
+        ppo = PPO(env_named(plan.env), plan.config, collectors=collectors)
+    with ppo:
+        yield ppo
+
+
 def train(
     plan: TrainingPlan,
-    envs: VectorEnv,
+    ppo: PPO,
     console: Console,
     *,
     run_dir: Path | None,
@@ -49,22 +70,23 @@ def train(
     The last complete iteration is saved in any case. While the disk is full the training goes on; where it still is at
     the end, this raises the OSError that says so.
 
-    run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is in ``run_dir``.
+    ppo: of `start_ppo`.  run_dir: the run's folder, None for a new one in ``runs/``.
+    resume: goes on with the run that is in ``run_dir``.
     learning_rate: what a run that goes on starts from, None for the rate that it had reached.
     """
-    ppo = PPO(envs, plan.config)
     path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
     with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
         before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
-        spaces = {"observations": envs.single_observation_space, "actions": envs.single_action_space}
+        spaces = {"observations": ppo.observation_space, "actions": ppo.action_space}
         plain = {name: to_plain(space) for name, space in spaces.items()}  # so that `load_policy` needs no env
         folder.write_config({**plan.to_dict(), "spaces": plain})
-        workers = len(envs.stats()["workers"])
+        noun = "collector" if plan.collectors else "worker"
+        count = plan.collectors["num_collectors"] if plan.collectors else len(ppo.envs.stats()["workers"])
         begun = f", from step {ppo.steps:,}" if resume else ""
         preset = f"preset {plan.preset}" + (f", but {plan.differences()}" if plan.differences() else "")
         console.print(
             f"[bold]{escape(plan.name)}[/]  [dim]PPO, {plan.config.total_steps:,} steps{begun}, seed "
-            f"{plan.config.seed}, {envs.num_envs} envs on {workers} worker{'s' * (workers > 1)}, "
+            f"{plan.config.seed}, {plan.config.num_envs} envs on {count} {noun}{'s' * (count > 1)}, "
             f"{escape(preset)}[/]",
             soft_wrap=True,
         )
@@ -280,4 +302,4 @@ def _print_result(
 
 def _goal_of(ppo: PPO) -> float | None:
     """The mean return at which the env counts as solved."""
-    return ppo.envs.spec.reward_threshold if ppo.envs.spec else None
+    return ppo.spec.reward_threshold if ppo.spec else None

@@ -16,7 +16,6 @@ from muster.training import runs
 from muster.training.comparison import compare_runs, interquartile_mean, interval
 from muster.training.picture import drawn, read_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_envs import start_run_envs
 from muster.training.run_folder import new_folder, require_none
 from muster.training.stopping import STOPS, StopSignals
 
@@ -49,8 +48,8 @@ def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Pa
 
 
 def _train_one(plan: TrainingPlan, console: Console, run: Path) -> signal.Signals | None:
-    with start_run_envs(plan, console) as envs:
-        return runs.train(plan, envs, console, run_dir=run)
+    with runs.start_ppo(plan, console) as ppo:
+        return runs.train(plan, ppo, console, run_dir=run)
 
 
 def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None:

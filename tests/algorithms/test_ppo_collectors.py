@@ -1,0 +1,186 @@
+"""PPO whose envs are in collectors: what acts there, what fails there, and what comes of it here."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from torch.testing import assert_close
+
+from local_nodes import LocalNodes
+from muster.algorithms import PPO, ActorCritic, PPOConfig
+from muster.algorithms.actor_critic import as_seen
+from muster.errors import ConfigError, TrainingDiverged, WorkerDied
+
+pytestmark = pytest.mark.timeout(60)
+
+SMALL: dict[str, Any] = {"num_envs": 4, "num_steps": 32, "learning_rate": 0.01, "update_epochs": 2}
+FORKED = {"num_collectors": 2, "context": "fork"}
+
+
+def ppo_on(env: Any, collectors: dict[str, Any] = FORKED, policy: ActorCritic | None = None, **options: Any) -> PPO:
+    return PPO(env, PPOConfig(**SMALL | options), policy, collectors=collectors)
+
+
+class Surest(ActorCritic):
+    """Acts by what is likeliest, so that an action tells which weights and statistics it is of."""
+
+    def act(self, obs: torch.Tensor, rng: torch.Generator | None = None) -> torch.Tensor:
+        return self.best(obs)
+
+
+class Drift(gym.Env[Any, Any]):
+    """Observations of all sizes, which no action changes; ends its process in the step in which ``flag`` is missing."""
+
+    observation_space = spaces.Box(-1e6, 1e6, (3,), np.float32)
+    action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, flag: Path | None = None) -> None:
+        self.flag = flag
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert np.isfinite(action).all()
+        if self.flag is not None and not self.flag.exists():
+            self.flag.touch()
+            os._exit(1)
+        self.steps += 1
+        return self.observe(), float(action[0]), False, self.steps == 10, {}
+
+    def observe(self) -> Any:
+        return (self.np_random.normal(3, 1, 3) * (1, 10, 1000)).astype(np.float32)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two states hold the same, bit for bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def test_each_row_is_acted_by_the_weights_and_statistics_of_the_learner(monkeypatch: pytest.MonkeyPatch):
+    policy = Surest(Drift.observation_space, Drift.action_space, torch.Generator().manual_seed(0))
+    with ppo_on(Drift, {"num_collectors": 2}, policy, normalize_observations=True) as ppo:
+        collect, means = ppo.collector.rollout, []
+
+        def rollout() -> TensorDict:
+            batch = collect()
+            assert (batch["collector", "policy_version"] == ppo.collector.policy_version).all()
+            with torch.no_grad():
+                expected = policy.best(as_seen(batch["observation"].flatten(0, 1), ppo.observations))
+            assert_close(batch["chosen"].flatten(0, 1), expected)
+            means.append(expected.mean())
+            return batch
+
+        monkeypatch.setattr(ppo.collector, "rollout", rollout)
+        for _ in range(3):
+            ppo.iterate()
+        assert len(set(means)) == 3  # the learner has moved meanwhile
+
+
+def test_two_that_go_on_from_one_state_do_the_same():
+    with ppo_on("CartPole-v1", normalize_observations=True) as ppo:
+        ppo.iterate()
+        state, after = ppo.state_dict(), []
+        for _ in range(2):
+            ppo.load_state_dict(state)
+            ppo.iterate()
+            after.append(ppo.state_dict())
+        assert alike(*after)
+        assert not alike(after[0]["policy"], state["policy"])
+        assert "policy" not in state["collector"]  # once is enough
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a callback is lost
+def test_ctrl_c_leaves_the_last_complete_iteration():
+    with ppo_on("CartPole-v1", num_steps=512) as ppo:
+        for seconds in (0.02, 0.1, 0.3):
+            before = ppo.iterate().steps
+            alarm = threading.Timer(seconds, signal.raise_signal, (signal.SIGINT,))
+            with pytest.raises(KeyboardInterrupt):
+                alarm.start()
+                while True:
+                    before = ppo.iterate().steps
+            alarm.join()
+            state = ppo.state_dict()
+            assert state["steps"] == ppo.steps
+            assert ppo.steps >= before
+            assert alike(dict(ppo.policy.state_dict()), state["policy"])
+            assert ppo.iterate().steps == state["steps"] + 4 * 512
+
+
+def test_actions_that_are_not_finite_are_told_as_at_home():
+    with ppo_on(Drift) as ppo:
+        ppo.iterate()
+        good = ppo.state_dict()
+        with torch.no_grad():
+            ppo.policy.actor[-1].bias.fill_(math.nan)
+        with pytest.raises(TrainingDiverged, match="after step 128 the policy's actions .* Lower learning_rate"):
+            ppo.iterate()
+        assert alike(dict(ppo.policy.state_dict()), good["policy"])
+
+
+def test_what_has_ended_the_collectors_is_told_and_the_state_is_kept(tmp_path: Path):
+    with ppo_on(functools.partial(Drift, tmp_path / "flag")) as ppo:
+        before = ppo.state_dict()
+        with pytest.raises(WorkerDied):
+            ppo.iterate()
+        assert alike(ppo.state_dict(), before)
+
+
+@pytest.mark.filterwarnings("ignore:collector 0 .* was replaced:RuntimeWarning")
+def test_a_rollout_that_was_lost_whole_is_collected_again(tmp_path: Path):
+    lost = functools.partial(Drift, tmp_path / "flag")
+    with ppo_on(lost, {"num_collectors": 1, "context": "fork", "on_failure": "restart"}) as ppo:
+        assert ppo.iterate().steps == 128
+
+
+@pytest.mark.parametrize(
+    ("collectors", "said"),
+    [
+        ({}, "say how many"),
+        (4, "say how many"),
+        ({"num_collectors": 2, "num_envs": 4}, r"'num_envs': use PPOConfig\(num_envs=...\)"),
+        ({"num_collectors": 2, "num_workers": 2}, "'num_workers': use num_collectors"),
+        ({"num_collectors": 2, "wrappers": []}, r"'wrappers': use \"make_vec_options\": {\"wrappers\": ...}"),
+        ({"num_collectors": 2, "backend": "serial"}, "'backend': leave it out"),
+        ({"num_collectors": 2, "make_vec_options": {"copy": False}}, "their.*, got copy"),
+    ],
+)
+def test_options_that_its_collectors_do_not_have_are_refused_by_name(collectors: Any, said: str):
+    with pytest.raises(ConfigError, match=said):
+        ppo_on("CartPole-v1", collectors)
+
+
+@pytest.mark.slow
+def test_same_seed_same_policy_at_home_and_on_two_nodes():
+    states = []
+    for where in ({}, {}, {"cluster": LocalNodes(2)}):
+        with ppo_on("CartPole-v1", {"num_collectors": 3, **where}, normalize_observations=True) as ppo:
+            for _ in range(3):
+                ppo.iterate()
+            states.append(ppo.state_dict())
+    assert alike(states[0], states[1])
+    assert alike(states[0], states[2])
+
+
+@pytest.mark.slow
+def test_cartpole_is_learnt():
+    with ppo_on("CartPole-v1", {"num_collectors": 2}, **PPOConfig(total_steps=60_000).__dict__) as ppo:
+        *_, last = ppo.train()
+    assert last.episodes.mean_return > 200
