@@ -137,6 +137,7 @@ class MultiCollector(BatchSource):
             replay_buffer=replay_buffer,
             observation_dtype=observation_dtype,
         )
+        self.policy = policy
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
         options = _options_of(num_collectors, how, close_timeout, make_vec_options or {})
@@ -147,9 +148,7 @@ class MultiCollector(BatchSource):
             "initial_state": dict(initial_state or {}),
             "exploration": exploration,
         }
-        with called_as(MULTI_COLLECTOR if cluster is None else _ON_NODES):
-            self.policy, recipes = policy, _understood(envs, num_envs, num_collectors, make_vec_options)
-        self._count_envs(len(recipes))
+        recipes = _understood(envs, num_envs, num_collectors, make_vec_options, far=cluster is not None)
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 
     def _begin(
@@ -164,6 +163,7 @@ class MultiCollector(BatchSource):
     ) -> CollectorSet:
         """Starts the collectors, or the one that acts for all where the policy stays here. for_each: their options."""
         require_shapes(self.policy)
+        self._count_envs(len(recipes))
         self._num_collectors = options.num_workers
         with called_as(recipes[0].call):
             obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
@@ -334,19 +334,25 @@ def _options_of(
 
 
 def _understood(
-    envs: Any, num_envs: int | None, num_collectors: int, make_vec_options: Mapping[str, Any] | None
+    envs: Any,
+    num_envs: int | None,
+    num_collectors: int,
+    make_vec_options: Mapping[str, Any] | None,
+    *,
+    far: bool,
 ) -> list[Recipe]:
     options = env_options(make_vec_options)
     if num_envs is None and not isinstance(envs, (list, tuple)):
         num_envs = num_collectors
-    recipes = adapted_recipes(
-        envs,
-        num_envs,
-        env_kwargs=options.get("env_kwargs"),
-        wrappers=with_torchrl(options.get("wrappers")),
-        groups=options.get("groups"),
-        state=options.get("state", True),
-    )
+    with called_as(_ON_NODES if far else MULTI_COLLECTOR):
+        recipes = adapted_recipes(
+            envs,
+            num_envs,
+            env_kwargs=options.get("env_kwargs"),
+            wrappers=with_torchrl(options.get("wrappers")),
+            groups=options.get("groups"),
+            state=options.get("state", True),
+        )
     if len(recipes) < num_collectors:
         raise ConfigError(f"num_collectors={num_collectors}, but there are only {len(recipes)} envs; each needs one")
     return recipes

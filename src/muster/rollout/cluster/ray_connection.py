@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.errors import ConfigError
+from muster.errors import ClosedError, ConfigError
 from muster.extras import require
 
 _PORT_S = _HEAD_S = 5.0
@@ -72,7 +72,7 @@ os._exit(0)
 RuntimeEnv = Mapping[str, Any] | None
 
 
-class ConnectionLost(Exception):
+class ConnectionLost(ClosedError):
     """The connection has ended. Its text says why."""
 
 

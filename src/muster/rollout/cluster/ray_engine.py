@@ -22,7 +22,7 @@ from muster.rollout.cluster.ray_connection import Connection, ConnectionLost, co
 
 _STORED_BYTES = 100_000  # Ray sends what is smaller with the order
 _FREED_S = 2.0
-_FETCH_S, _SHOWN_CHARACTERS = 5.0, 240
+_FETCH_S, _SHOWN_CHARACTERS = 5.0, 300
 _BESIDE = 4  # threads of a node host for what it does while it is busy
 
 
@@ -202,7 +202,7 @@ class RayEngine(Engine):
         except ray.exceptions.RayError as error:
             if not _is_alive(ray, this_node()):
                 return HostGone("this machine's Ray has ended", is_final=True)
-            return HostGone(_in_a_line(error))
+            return HostGone(_in_a_line(ray, error))
 
     def room(self, index: int) -> str:
         asked, labels = self._asked[index], self._spots[index].wish.labels
@@ -251,6 +251,9 @@ def _in_words(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:,g} {name}" for name, amount in resources.items()) or "nothing"
 
 
-def _in_a_line(error: Exception) -> str:
-    *_, last = str(error).splitlines() or [type(error).__name__]
-    return f"Ray says: {textwrap.shorten(last, _SHOWN_CHARACTERS, placeholder=' ...')}"
+def _in_a_line(ray: Any, error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, ray.exceptions.ActorDiedError) and error.actor_id is not None:
+        cause = ray._private.state.actors(error.actor_id).get("DeathCause")  # without what names the actor
+        text = getattr(getattr(cause, "actor_died_error_context", None), "error_message", "") or text
+    return f"Ray says: {textwrap.shorten(text, _SHOWN_CHARACTERS, placeholder=' ...')}"
