@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 raylets = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 of_head = {"num_cpus": int(raylets == 1), "include_dashboard": False, "object_store_memory": 100 << 20}
 cluster = Cluster(initialize_head=True, head_node_args=of_head)
-of_node = {"num_cpus": 1, "object_store_memory": 100 << 20}
+of_node = {"num_cpus": 1, "object_store_memory": 100 << 20, "resources": {"slot": 1}, "labels": {"kind": "worker"}}
 for _ in range(raylets - 1):
     cluster.add_node(wait=False, **of_node)
 head = GcsClient(address=cluster.address)

@@ -5,6 +5,7 @@ Each line is JSON. The last one is what the function has returned, or the error 
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -210,6 +211,28 @@ def refused(address, wish):
         collecting(address, cluster={"nodes": nodes}, **options)
     except muster.MusterError as error:
         return {"error": [type(error).__name__, str(error)], "s": time.monotonic() - began}
+
+
+def node_of(env, i):
+    return muster.get_worker_info().node_index
+
+
+def wishes(address):
+    """Collectors by wishes, in a placement group, one after the other as they are ready; and states between them."""
+    first = muster.Node(collectors=1, cpus=0.5, labels={"kind": "worker"}, resources={"slot": 1})
+    with collecting(address, num_collectors=3, cluster={"nodes": [first, muster.Node(cpus=0.5)]}) as collector:
+        collector.rollout()
+        nodes = collector.call(node_of)
+        state = collector.state_dict()
+    ray = importlib.import_module("ray")
+    ray.init(address, log_to_driver=False)
+    group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")
+    with collecting(address, cluster={"nodes": None, "placement_group": group}, sync=False) as collector:
+        collector.load_state_dict(state)
+        shapes = {tuple(collector.rollout().shape) for _ in range(6)}
+        in_group = {node["node_id"] for node in collector.nodes()}
+        frames = collector.state_dict()["frames"]
+    return {"nodes": nodes, "shapes": sorted(shapes), "in_group": len(in_group), "frames": frames}
 
 
 def lacks_a_module(address, folder):

@@ -173,6 +173,15 @@ def test_wishes_that_no_node_meets_are_said_and_then_an_error(cluster):
 
 
 @pytest.mark.slow
+def test_wishes_and_placement_groups_are_followed(cluster):
+    seen, _ = result_of(cluster, "wishes")
+    assert seen["nodes"] == [0, 1, 1]
+    assert seen["in_group"] == 2
+    assert seen["shapes"] == [[1, 16]]
+    assert seen["frames"] == 18 + 6 * 16  # 16 frames of 3 envs are 6 steps
+
+
+@pytest.mark.slow
 def test_more_nodes_than_collectors_are_refused(cluster):
     seen, _ = result_of(cluster, "refused", "many")
     assert seen["error"][1].startswith("num_collectors=2 cannot be split between 3 nodes")
