@@ -13,7 +13,7 @@ from counting_env import CountingEnv
 
 import muster
 from local_nodes import LocalNodes
-from muster.errors import CollectorError
+from muster.errors import CollectorError, EnvError
 from muster.rollout.multi_collector import MultiCollector
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -84,6 +84,28 @@ def test_a_warning_that_is_an_error_loses_no_batch():
             collector.get_attr("length")
         cluster.warns = False
         assert collector.rollout()["collector", "mask"].all()
+
+
+class FailsWhenTold(CountingEnv):
+    told = False
+
+    def step(self, action):
+        if self.told:
+            raise RuntimeError("the motor is stuck")
+        return super().step(action)
+
+
+def test_what_a_batch_has_failed_with_is_raised_by_the_next_call():
+    options = {"num_collectors": 1, "sync": False, "frames_per_batch": 3}
+    with collecting(functools.partial(FailsWhenTold, length=99), LocalNodes(1), **options) as collector:
+        collector.rollout()
+        collector.set_attr("told", True)
+        for _ in range(2):  # were collected before, here and on the node
+            assert collector.rollout()["collector", "mask"].all()
+        with pytest.raises(EnvError, match="the motor is stuck"):
+            collector.get_attr("length")
+        collector.set_attr("told", False)
+        assert all(collector.rollout()["collector", "mask"].all() for _ in range(3))
 
 
 class Recording(LocalNodes):

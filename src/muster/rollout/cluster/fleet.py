@@ -328,6 +328,10 @@ class Fleet:
         tickets = {member: self._send(member, *order) for member, order in orders.items()}
         self._await(tickets, math.inf)
         answers = {member: self._answers.pop(ticket) for member, ticket in tickets.items() if ticket in self._answers}
+        if self._batches:  # those before it, with what they have failed with, as at home
+            self._is_cut_short = True
+            self._take_ready(0.0)
+            self._is_cut_short = False
         return {member: self._content(member, answer) for member, answer in answers.items()}
 
     def _ask_there(self, orders: Mapping[Member, tuple[Any, ...]]) -> dict[Member, Any]:
