@@ -166,6 +166,8 @@ class _Packer(Pickler):
         factory = factory_for(obj)
         if factory is not None:
             return factory, ()
+        if type(obj) is Tensor and obj.device.type not in ("cpu", "meta") and current_call().far:
+            return obj.cpu().__reduce_ex__(5)  # other machines may have no such device
         return super().reducer_override(obj)
 
 

@@ -112,11 +112,11 @@ class Replicas:
         processes, step_timeout = options.processes(PRELOADS, far=self._call_words.far), options.step_timeout
         policy: list[Any] = []  # its pickle, and big buffers, which collectors that are no forks read where they lie
         big: list[pickle.PickleBuffer] | None = None if self._forks else []
-        if policy_factory is not None:
-            with called_as(self._call_words):
+        with called_as(self._call_words):
+            if policy_factory is not None:
                 policy = [pack_factory(policy_factory, processes.context, big)]
-        elif self._policy is not None:
-            policy = [pack_policy(self._policy, big)]
+            elif self._policy is not None:
+                policy = [pack_policy(self._policy, big)]
         if big is not None:
             policy = [*map(pickle.PickleBuffer, policy), *big]
 
