@@ -167,7 +167,8 @@ class _Packer(Pickler):
         if factory is not None:
             return factory, ()
         if type(obj) is Tensor and obj.device.type not in ("cpu", "meta") and current_call().far:
-            return obj.cpu().__reduce_ex__(5)  # other machines may have no such device
+            # Other machines may have no such device.
+            return obj.cpu().__reduce_ex__(5)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return super().reducer_override(obj)
 
 
