@@ -127,7 +127,8 @@ def make_vec(
     """
     if backend == "ray":  # others' vector envs have one
         raise ConfigError(
-            "backend='ray' would send each step over the network and wait for it. Have collectors there step the envs: "
+            f"backend must be one of {', '.join(map(repr, BACKENDS))}, got 'ray', which would send each step over the "
+            "network and wait for it. Have collectors there step the envs: "
             "muster.MultiCollector(envs, policy, num_collectors=..., cluster='ray')"
         )
     one_of("backend", backend, BACKENDS)

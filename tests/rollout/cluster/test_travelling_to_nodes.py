@@ -18,6 +18,7 @@ from counting_env import CountingEnv
 import muster
 from local_nodes import LocalNodes
 from muster.errors import CannotTravel
+from muster.rollout.cluster.node_host import opened
 from muster.rollout.multi_collector import MultiCollector
 
 pytestmark = pytest.mark.timeout(120)
@@ -112,11 +113,21 @@ def lock_of(env, i):
 
 
 class Refusing(LocalNodes):
-    """Starts nothing, and keeps the plan."""
+    """Starts no collectors, and keeps the plan."""
 
-    def start(self, index, plan):
-        self.plan = plan
-        raise RuntimeError("no room")
+    def start(self, index, collectors):
+        host = super().start(index, collectors)
+        ask = host.ask
+
+        def refuse(order, *, beside=False):
+            name, *others = opened(order)
+            if name == "start":
+                self.plan = others[0]
+                raise RuntimeError("no room")
+            return ask(order, beside=beside)
+
+        host.ask = refuse
+        return host
 
 
 def test_a_big_argument_travels_once_to_all_collectors_of_a_node():
