@@ -49,7 +49,7 @@ def until_back(collector):
 
 def test_a_killed_node_is_masked_until_its_successor_has_weights_and_attributes():
     cluster, policy = LocalNodes(), Constant()
-    with collecting(cluster, policy=policy) as collector:
+    with collecting(cluster, policy=policy, init_random_frames=16) as collector:
         collector.rollout()
         collector.set_attr("told", ["a", "b"])
         with torch.no_grad():

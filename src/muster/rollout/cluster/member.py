@@ -25,7 +25,8 @@ class Member:
     collectors, envs: those of it, by their indices among all.  plan: for its node host.  host: the current node host.
     state: see `Fleet.nodes`.  launched_at: when that was begun.  is_said: whether it was said that there is no room.
     is_met: whether it has spoken.  where, node_id: its machine, once it is known.  started: what it has started first.
-    version: of the weights that it was sent last.  number: of its batch.  reason: why the one before was lost.
+    version: of the weights that it was sent last.  number: of its batch.  frames: all that it has collected.
+    reason: why the one before was lost.
     heard_at, pinged_at: when it spoke, and was asked to, last.
     """
 
@@ -43,6 +44,7 @@ class Member:
     started: Started | None = None
     version: int = 0
     number: int = 0
+    frames: int = 0
     heard_at: float = 0.0
     pinged_at: float = 0.0
     restarts: int = 0

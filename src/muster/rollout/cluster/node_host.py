@@ -211,10 +211,10 @@ class _Orders:
         sys.path += [one for one in folders if one not in sys.path and os.path.isdir(one)]
         return Met(self.host.host, self.host.node_id, missing_here(modules), versions_here())
 
-    def start(self, plan: bytes, seeds: Sequence[int | None], attributes: Attributes) -> Started:
+    def start(self, plan: bytes, seeds: Sequence[int | None], frames: int, attributes: Attributes) -> Started:
         pool = self.host.begin(plan)
         self.host.set_at_start(attributes)
-        pool.start(seeds)
+        pool.start(seeds, frames)
         return Started(pool.fields, pool.weights(), pool.shapes())
 
     def spaces(self) -> bytes:

@@ -135,8 +135,8 @@ class ReplicaPool:
         )
         weakref.finalize(self, close_abandoned, self._pool.close)
 
-    def start(self, seeds: Sequence[int | None]) -> None:
-        """Starts all, and begins their first episodes. seeds: one for each collector. Raises SpecMismatch."""
+    def start(self, seeds: Sequence[int | None], frames: int = 0) -> None:
+        """Starts all, and begins their first episodes. The arguments: as of `reset`. Raises SpecMismatch."""
         count = len(self._collectors)
         judge = MemoryPlan(count, count, "error", min(usable_cores(), count)).accepts
         self._pool.start(judge if count > 1 else None)
@@ -148,7 +148,7 @@ class ReplicaPool:
             for k, plan in enumerate(self._plans):
                 again = SetAgain({env: self._fates.attributes[env] for env in plan.envs})
                 self._pool.post(k, self._pool.sealed(again))
-        self.reset(seeds)
+        self.reset(seeds, frames)
         first, *others = self._ask_all(AskFields())
         for k, fields in enumerate(others, 1):
             if fields != first:
