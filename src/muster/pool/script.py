@@ -130,7 +130,7 @@ class Script:
         global _running
         _running = self
         try:
-            with _kept_surroundings(), _kept_log_files(), _inheriting():
+            with _kept_surroundings(drops=self.text is None), _kept_log_files(), _inheriting():
                 if self.folder is not None:
                     with contextlib.suppress(OSError):  # it is gone
                         os.chdir(self.folder)
@@ -175,7 +175,8 @@ def _line_of(path: str, namespace: dict[str, Any]) -> int | None:
 
 
 @contextlib.contextmanager
-def _kept_surroundings() -> Iterator[None]:
+def _kept_surroundings(*, drops: bool) -> Iterator[None]:
+    """drops: whether variables that are new are taken back, which workers elsewhere have not from their caller."""
     environ, path, arguments = dict(os.environ), list(sys.path), list(sys.argv)
     handlers = {number: signal.getsignal(number) for number in _OWN_SIGNALS}
     folder = os.open(".", os.O_PATH)
@@ -185,7 +186,7 @@ def _kept_surroundings() -> Iterator[None]:
         os.fchdir(folder)
         os.close(folder)
         sys.path[:], sys.argv[:] = path, arguments
-        for name in os.environ.keys() - environ.keys():
+        for name in os.environ.keys() - environ.keys() if drops else ():
             del os.environ[name]
         os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
         for number, handler in handlers.items():

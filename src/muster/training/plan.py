@@ -76,6 +76,7 @@ class CollectorsOptions:
     )
     cluster: Literal["ray"] | None = option(None, "has collectors run on a cluster's machines; None: on this one")
     nodes: int | None = option(None, "machines of the cluster; None: those that have a free CPU", least=1)
+    working_dir: str | None = option(None, "a folder that is copied to the cluster's machines; None: none")
     collect_timeout: float | None = option(None, "seconds for a collector's part of a rollout; None: any", above=0)
     preemptive_threshold: float | None = option(
         None,
@@ -87,8 +88,9 @@ class CollectorsOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.nodes is not None and self.cluster is None:
-            raise ConfigError("nodes", "left out where no cluster is named", self.nodes)
+        for name in ("nodes", "working_dir"):
+            if self.cluster is None and (value := getattr(self, name)) is not None:
+                raise ConfigError(name, "left out where no cluster is named", value)
         for name in fields_of(CollectorsOptions):
             if self.num_collectors is None and (value := getattr(self, name)) != getattr(CollectorsOptions, name):
                 raise ConfigError(name, "left out without num_collectors", value)

@@ -47,9 +47,9 @@ def start_ppo(plan: TrainingPlan, console: Console) -> Iterator[PPO]:
             yield PPO(envs, plan.config)
         return
     collectors = {**plan.options, **plan.collectors, "make_vec_options": recipe_of(plan, {})}
-    nodes = collectors.pop("nodes", None)
+    nodes, folder = collectors.pop("nodes", None), collectors.pop("working_dir", None)
     if "cluster" in collectors:
-        collectors["cluster"] = RayCluster(nodes=nodes)
+        collectors["cluster"] = RayCluster(nodes=nodes, runtime_env={"working_dir": folder} if folder else None)
     with start_said(console, plan.config.num_envs, plan.options):
         ppo = PPO(env_named(plan.env), plan.config, collectors=collectors)
     with ppo:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import logging
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 
 import pytest
 import torch
 from collecting import Constant, count_env
+from counting_env import CountingEnv
 
 import muster
 import programs
@@ -208,6 +212,7 @@ import sys
 sys.path += {path!r}
 import os, warnings
 from collecting import Constant, count_env
+from counting_env import CountingEnv
 from local_nodes import LocalNodes
 from muster.rollout.multi_collector import MultiCollector
 STATE = ["top level"]
@@ -234,3 +239,131 @@ def test_a_script_runs_where_its_file_is_not(tmp_path):
     script.write_text(SCRIPT.format(path=[folder for folder in sys.path if "tests" in folder]))
     done = programs.run(script, "--fast", imports=programs.TORCH, check=True)
     assert done.stdout.strip() == str(((["top level"], [str(script), "--fast"]),) * 2)
+
+
+class Talking(CountingEnv):
+    """Logs each step."""
+
+    total = 0
+
+    def step(self, action):
+        self.total += 1
+        logging.getLogger("talking").warning("a step")
+        return super().step(action)
+
+
+def test_log_records_come_once_also_those_of_answers_that_nobody_takes(caplog):
+    cluster = LocalNodes()
+    with MultiCollector(
+        Talking, Constant(), num_collectors=2, frames_per_batch=32, sync=False, seed=1, cluster=cluster
+    ) as collector:
+        for _ in range(4):
+            collector.rollout()
+            collector.update_policy_weights_()
+            collector.reset()
+        steps = sum(collector.call(steps_of))
+    assert len([record for record in caplog.records if record.name == "talking"]) == steps
+
+
+def steps_of(env, i):
+    return env.unwrapped.total
+
+
+@pytest.mark.slow
+def test_figures_may_be_asked_for_by_another_thread():
+    at_home = collecting(None, policy=None, frames_per_batch=64)
+    expected = [at_home.rollout() for _ in range(40)]
+    at_home.shutdown()
+    with collecting(LocalNodes(), policy=None, frames_per_batch=64) as collector:
+        ends = threading.Event()
+
+        def look():
+            while not ends.is_set():
+                collector.stats()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        batches = [collector.rollout() for _ in range(40)]
+        ends.set()
+        thread.join()
+    for own, other in zip(expected, batches, strict=True):
+        assert torch.equal(own["observation"], other["observation"])
+
+
+@pytest.mark.slow
+def test_a_fork_that_ends_leaves_the_nodes():
+    with collecting(LocalNodes()) as collector:
+        collector.rollout()
+        pid = os.fork()
+        if not pid:
+            try:
+                collector.shutdown()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert collector.rollout()["collector", "mask"].all()
+
+
+@pytest.mark.slow
+def test_a_successor_whose_env_cannot_be_built_says_why(tmp_path):
+    there = tmp_path / "there"
+    there.touch()
+    cluster = LocalNodes()
+    with MultiCollector(
+        functools.partial(Device, there),
+        Constant(),
+        num_collectors=2,
+        frames_per_batch=16,
+        on_failure="restart",
+        max_restarts=2,
+        cluster=cluster,
+    ) as collector:
+        collector.rollout()
+        there.unlink()
+        cluster.hosts[0].process.kill()
+        assert collector.single_action_space.n == 100
+        with pytest.raises(muster.errors.WorkerError, match=r"the collectors are closed.*the device is busy"):
+            while True:
+                collector.rollout()
+
+
+class Device(CountingEnv):
+    def __init__(self, there):
+        if not there.exists():
+            raise OSError("the device is busy")
+        super().__init__()
+
+
+class Counted(LocalNodes):
+    """Counts orders by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.orders = collections.Counter()
+
+    def start(self, index, collectors):
+        host = super().start(index, collectors)
+        ask = host.ask
+
+        def count(order, *, beside=False):
+            self.orders[opened(order)[0]] += 1
+            return ask(order, beside=beside)
+
+        host.ask = count
+        return host
+
+
+@pytest.mark.slow
+def test_weights_are_pushed_one_at_a_time_and_a_batch_is_stopped_once():
+    cluster, policy = Counted(), Constant()
+    with collecting(cluster, policy=policy, sync=False) as collector:
+        collector.rollout()
+        for action in range(50):
+            policy.best.data.fill_(action)
+            collector.update_policy_weights_()
+        assert cluster.orders["weights"] <= 2
+        assert [collector.rollout() for _ in range(6)][-1]["action"].unique().tolist() == [49]
+    with collecting(cluster, preemptive_threshold=0.5) as collector:
+        cluster.orders.clear()
+        collector.rollout()
+    assert cluster.orders["stop"] <= 1

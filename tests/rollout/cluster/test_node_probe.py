@@ -59,6 +59,14 @@ def test_modules_that_a_function_by_value_holds_are_found_with_their_argument(mo
     assert "__main__" not in found
 
 
+def test_pickles_one_behind_the_other_count(modules: Path):
+    import loose_envs
+
+    both = cloudpickle.dumps(3) + cloudpickle.dumps(loose_envs.make)  # as worker_init and envs are packed
+    assert "loose_envs" in modules_named({"env": both})
+    assert "loose_envs" in modules_named({"env": pickle.dumps([both])})
+
+
 def test_what_is_registered_by_value_is_not_needed(modules: Path):
     import loose_envs
 
@@ -102,7 +110,8 @@ def test_each_way_out_of_a_missing_module_works_to_the_letter(modules: Path):
     assert said == (
         f"env_kwargs['make'] needs module 'loose_envs' (from {place}), which node 10.77.0.4 does not have. Ways out: "
         f"RayCluster(runtime_env={{'working_dir': {str(modules)!r}}}); install it there; "
-        "`import loose_envs, cloudpickle; cloudpickle.register_pickle_by_value(loose_envs)` before"
+        "`import loose_envs, cloudpickle; cloudpickle.register_pickle_by_value(loose_envs)` before. "
+        f"On a command line: --working-dir {modules}"
     )
     unpickle = [sys.executable, "-c", "import pickle, sys; pickle.load(sys.stdin.buffer)()"]
     packed = cloudpickle.dumps(loose_envs.make)

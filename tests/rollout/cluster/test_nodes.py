@@ -218,6 +218,11 @@ def test_fork_is_refused():
             lambda: muster.RayCluster(nodes=[muster.Node(cpus=-1)]),
             "cpus must be a number of at least 0 or None",
         ),
+        (lambda: muster.RayCluster(nodes=2, min_nodes=5), "min_nodes must be at most the number of nodes, 2, got 5"),
+        (lambda: muster.RayCluster(runtime_env="x"), "runtime_env must be None, or a mapping from names to what"),
+        (lambda: muster.RayCluster(placement_group="x"), "placement_group must be one of ray.util.placement_group"),
+        (lambda: muster.Node(labels={"a": 1}), "labels must be None, or a mapping from names to strings"),
+        (lambda: muster.Node(resources={"CPU": 2}), "resources must be None, or a mapping from names other than CPU"),
         (lambda: muster.RayCluster(node_timeout=0), "node_timeout must be a number above 0, got 0"),
     ],
 )

@@ -82,6 +82,15 @@ def test_the_client_of_ray_is_refused_with_the_reason(monkeypatch: pytest.Monkey
             connect(address)
 
 
+def test_a_variable_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch, no_cluster: Path):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(ConfigError, match="the variable RAY_ADDRESS must be .*, got 'http"):
+        connect()
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match="no Ray cluster is known here"):
+        connect()
+
+
 def test_an_address_where_nothing_answers_is_said_to_be_out_of_reach():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))

@@ -21,12 +21,13 @@ from muster.pool.notices import say
 from muster.pool.place import Budget
 from muster.rollout.cluster.engine import Engine, HostGone, Ticket
 from muster.rollout.cluster.member import PING_S, Member, close_all, tell
-from muster.rollout.cluster.node_host import Answered, Attributes, Met, opened, packed_plan, sealed
+from muster.rollout.cluster.node_host import Answered, Attributes, Met, NodePlan, Shared, opened, sealed
 from muster.rollout.cluster.node_probe import compare_versions, missing_text, modules_needed, versions_here
 from muster.rollout.cluster.nodes import shares
+from muster.rollout.processes.fates import ReplicaFailed
 from muster.rollout.processes.replica_pool import PoolPlan
 
-_ROOM_S = 10.0
+_SLICE_S, _ROOM_S = 0.05, 10.0
 _SLOW = "Raise start_timeout, or look into what that machine is busy with"
 Warned = list[tuple[str, type[Warning]]]
 
@@ -40,7 +41,7 @@ class Crew:
 
     def __init__(self, plan: PoolPlan, attributes: KeptAttributes, engine: Engine) -> None:
         self._plan, self._attributes, self._engine = plan, attributes, engine
-        self._budget = Budget(plan.max_restarts or 0, Nouns("node"))
+        self._budget = Budget(plan.max_restarts or 0, Nouns("node", pool="the collectors are"))
         self._modules = modules_needed(plan)
         self._owed: dict[Ticket, tuple[Member, str]] = {}
         self.answers: dict[Ticket, Answered] = {}
@@ -48,16 +49,18 @@ class Crew:
         self.notes: list[str] = []
         self.closed = False
         self.members: list[Member] = []
-        self._finalizer = weakref.finalize(self, close_abandoned, close_all, engine, self.members)
+        self._ends = engine, self.members, self._owed, os.getpid()
+        self._finalizer = weakref.finalize(self, close_abandoned, close_all, *self._ends)
         self._finalizer.atexit = False
         atexit.register(self._finalizer)  # after the engine's own hooks, so that it runs before them
+        shared = Shared()
         places = engine.places(len(plan.plans))
         for index, (place, own) in enumerate(zip(places, shares(len(plan.plans), places), strict=True)):
             envs = range(plan.plans[own.start].envs.start, plan.plans[own.stop - 1].envs.stop)
-            packed = packed_plan(plan.of(own, index, place.policy_device), plan.plans[-1].envs.stop)
-            self.members.append(Member(index, own, envs, packed))
+            of_node = NodePlan.of(plan.of(own, index, place.policy_device), plan.plans[-1].envs.stop, shared)
+            self.members.append(Member(index, own, envs, of_node))
         for one in plan.plans:
-            one.big.clear()  # the packed plans have them
+            one.big.clear()  # the nodes' plans have them
 
     def up(self) -> list[Member]:
         """The nodes that take orders."""
@@ -74,8 +77,9 @@ class Crew:
         return ticket in self._owed
 
     def forget(self, ticket: Ticket) -> Answered | None:
-        """Drops an answer, come or not; returns it, if it has come."""
-        self._owed.pop(ticket, None)
+        """Returns an answer, if it has come. Nobody takes one that comes later; what it tells besides counts."""
+        if ticket in self._owed:
+            self._owed[ticket] = self._owed[ticket][0], ""
         return self.answers.pop(ticket, None)
 
     def content(self, member: Member, answer: Answered) -> Any:
@@ -92,7 +96,24 @@ class Crew:
         self.closed = True
         if self._finalizer.detach() is not None:
             atexit.unregister(self._finalizer)
-            close_all(self._plan.close_limits, self._engine, self.members)
+            close_all(self._plan.close_limits, *self._ends)
+
+    def take_stats(self, limit_s: float) -> set[Member]:
+        """Asks nodes for their figures, beside all else and for any thread; returns those that have answered."""
+        until, fresh, warned = time.monotonic() + limit_s, set[Member](), Warned()
+        asked = {member.host.ask(sealed(("stats",)), beside=True): member for member in self.up()}
+        while asked and time.monotonic() < until:
+            for ticket, data in self._engine.wait(asked, _SLICE_S).items():
+                member = asked.pop(ticket)
+                if not isinstance(data, HostGone):
+                    answer: Answered = opened(data)
+                    member.stats = answer.content
+                    fresh.add(member)
+                    warned += tell(member, answer)
+        self._owed |= {ticket: (member, "") for ticket, member in asked.items()}
+        for text, category in warned:
+            warnings.warn(text, category, stacklevel=caller_stacklevel())
+        return fresh
 
     def listen(self, timeout_s: float, warned: Warned) -> None:
         """Takes what has come, once there is something; pings, and sees who is lost and who is there.
@@ -115,7 +136,7 @@ class Crew:
             answer: Answered = opened(data)
             warned += tell(member, answer)
             if name == "meet":
-                self._meet(member, answer)
+                self._meet(member, answer, warned)
             elif name == "start":
                 self._is_started(member, answer)
             elif name:
@@ -125,7 +146,7 @@ class Crew:
             if member.is_met and member.pinged_at > member.heard_at and silent_s > self._engine.node_timeout:
                 self._lose(member, f"nothing was heard from it for {silent_s:.3g} s")
             elif not member.is_met:
-                self._look_for_room(member, time.monotonic() - member.launched_at)
+                self._look_for_room(member, time.monotonic() - member.launched_at, warned)
 
     def launch(self, member: Member) -> None:
         """Begins to start a node host, and asks what there is."""
@@ -134,7 +155,7 @@ class Crew:
         member.launched_at, member.pinged_at = time.monotonic(), 0.0
         self.send(member, "meet", [*self._modules], [os.path.abspath(folder) for folder in sys.path])
 
-    def _look_for_room(self, member: Member, waited_s: float) -> None:
+    def _look_for_room(self, member: Member, waited_s: float, warned: Warned) -> None:
         """Says it where a node host does not begin. Raises ConfigError where that is one of the first."""
         is_over = waited_s >= self._plan.processes.start_timeout_s and not member.restarts
         if waited_s < _ROOM_S or (member.is_said and not is_over):
@@ -144,12 +165,12 @@ class Crew:
         if is_over:
             raise ConfigError(f"{text}. {'Ask for less with muster.Node, or add machines' if room else _SLOW}")
         if room and member.restarts:
-            warnings.warn(text, RuntimeWarning, stacklevel=caller_stacklevel())
+            warned.append((text, RuntimeWarning))
         elif room:
             say(text)
         member.is_said = bool(room)
 
-    def _meet(self, member: Member, answer: Answered) -> None:
+    def _meet(self, member: Member, answer: Answered, warned: Warned) -> None:
         """Checks what a node has, and has it start its collectors. Raises ConfigError."""
         met: Met = self.content(member, answer)
         member.is_met, member.where, member.node_id = True, met.host, met.node_id
@@ -159,7 +180,7 @@ class Crew:
             versions = compare_versions(versions_here(), met.versions, member.place)
             error = versions.error
             if versions.warning:
-                warnings.warn(versions.warning, UserWarning, stacklevel=caller_stacklevel())
+                warned.append((versions.warning, UserWarning))
         if not error:
             self.send(member, "start", member.plan, self._seeds_of(member), member.frames, self._kept(member.envs))
         elif member.restarts:
@@ -171,7 +192,8 @@ class Crew:
         if member.started is None:
             member.started = self.content(member, answer)
         elif answer.failure is not None or answer.content.fields != member.started.fields:
-            self._lose(member, "its collectors could not be started again as they were")
+            member.failure = answer.failure
+            self._lose(member, f"it could not start its collectors again: {answer.failure or 'they have other fields'}")
             return
         member.state = "up"
 
@@ -179,7 +201,8 @@ class Crew:
         """Gives up a node host; begins to start another where that may help, and raises NodeLost otherwise."""
         member.state, member.reason, member.is_met = "lost", reason, False
         member.host.kill()
-        self._owed = {ticket: one for ticket, one in self._owed.items() if one[0] is not member}
+        for ticket in [ticket for ticket, one in self._owed.items() if one[0] is member]:
+            del self._owed[ticket]
         never = is_final or self._plan.max_restarts is None or any(one.started is None for one in self.members)
         if never or len(self.up()) < self._engine.min_nodes:
             self.close()
@@ -211,4 +234,6 @@ class Crew:
 
     def lost(self, member: Member) -> NodeLost:
         """The error for a node that is lost."""
-        return NodeLost(member.name, member.where, member.reason)
+        error, failure = NodeLost(member.name, member.where, member.reason), member.failure
+        error.__cause__ = failure.error() if isinstance(failure, ReplicaFailed) else failure
+        return error

@@ -19,7 +19,7 @@ from muster.pool.notices import say
 from muster.rollout.cluster.crew import Crew, Warned
 from muster.rollout.cluster.engine import Engine, Ticket
 from muster.rollout.cluster.member import Member
-from muster.rollout.cluster.node_host import Image, NodeBatch, Started, sealed
+from muster.rollout.cluster.node_host import Image, NodeBatch, Started
 from muster.rollout.collector_set import Filled
 from muster.rollout.processes.batch_memory import BatchLayout
 from muster.rollout.processes.fates import ReplicaFailed
@@ -89,10 +89,11 @@ class Fleet:
         self._weights = weights
         if not self._plan.sync and self._image[0]:  # not awaited, nor before the first batch
             image = _image_of(weights)
-            order = sealed(("weights", image))
             for member in self._crew.up():
-                member.version = max(member.version, image[0])
-                member.host.ask(order, beside=True)
+                # One at a time: the next order has what is left out.
+                if member.push is None or not self._crew.is_owed(member.push):
+                    member.push = self._crew.send(member, "weights", image, beside=True, awaited=False)
+                    member.version = max(member.version, image[0])
 
     def reset(self, seeds: Sequence[int | None], frames: int = 0) -> None:
         self.give_up()
@@ -128,20 +129,20 @@ class Fleet:
         return self._attributes.set(name, values, act)
 
     def spaces(self) -> bytes:
-        packed: bytes = next(iter(self._ask(dict.fromkeys(self._crew.up()[:1], ("spaces",))).values()))
-        return packed
+        for member in self._crew.up():
+            if answers := self._ask({member: ("spaces",)}):
+                packed: bytes = answers[member]
+                return packed
+        raise self._crew.lost(self._members[0])
 
     def stats(self) -> dict[str, Any]:
-        """As of `ReplicaPool`; of a node that does not answer, the last that is known."""
-        if not self._crew.closed:
-            tickets = {member: self._crew.send(member, "stats", beside=True) for member in self._crew.up()}
-            self._await(tickets, time.monotonic() + _STATS_S)
-            for member, ticket in tickets.items():
-                answer = self._crew.forget(ticket)
-                member.stats = {**member.stats, "stale": True} if answer is None else answer.content
+        """As of `ReplicaPool`, and for any thread; of a node that does not answer, the last that is known, as stale."""
+        fresh = {*self._members} if self._crew.closed else self._crew.take_stats(_STATS_S)
         known = [(member, member.stats) for member in self._members if member.stats]
         sums = {key: sum(stats[key] for _, stats in known) for key in ("env_steps", "restarts", "processes")}
-        return {**sums, "workers": [{**one, "node": m.index} for m, stats in known for one in stats["workers"]]}
+        sums["restarts"] += sum(member.restarts * len(member.envs) for member in self._members)
+        of_node = {member: {"node": member.index} | ({} if member in fresh else {"stale": True}) for member, _ in known}
+        return {**sums, "workers": [one | of_node[member] for member, stats in known for one in stats["workers"]]}
 
     def nodes(self) -> list[dict[str, Any]]:
         """What `MultiCollector.nodes` returns."""
@@ -185,7 +186,7 @@ class Fleet:
         storage = self._layouts[0].storage(_block(self._layouts[0]))
         versions, missing = np.zeros(storage.N, np.int64), {*self._members}
         self._order(self._crew.up())
-        ordered, done = self._image[0], 0
+        ordered, done, is_stopped = self._image[0], 0, False
         while self._batches:
             self._is_cut_short = True
             self._hear(_SLICE_S)
@@ -196,8 +197,9 @@ class Fleet:
                 self._check(member, storage.mask[:, part], batch.versions, ordered)
                 missing.discard(member)
                 done += len(member.collectors)
-            if self._batches and done >= self._plan.threshold:
+            if self._batches and done >= self._plan.threshold and not is_stopped:
                 self._stop()
+                is_stopped = True
         self._is_cut_short = False
         for member in missing:
             storage.blank(slice(member.envs.start, member.envs.stop))
@@ -225,17 +227,20 @@ class Fleet:
             k = next(k for k, plan in enumerate(self._plan.plans) if plan.envs.start == batch.first_env)
             storage = self._layouts[k].storage(_block(self._layouts[k]))
             self._fill(member, storage, slice(0, storage.N), batch)
-            self._ready.append(Filled(storage, batch.first_env, batch.versions))
+            self._ready.append(Filled(storage, batch.first_env, np.array(batch.versions)))  # not the message's memory
 
     def _order(self, members: Sequence[Member]) -> None:
         assert self._weights is not None
         if members and self._weights.version != self._image[0]:
             self._image = _image_of(self._weights)
         self._number += 1
+        was_cut_short, self._is_cut_short = self._is_cut_short, bool(members)
         for member in members:
-            has_them = member.version >= self._image[0]
+            image = None if member.version >= self._image[0] else self._image
+            self._batches[member] = self._crew.send(member, "collect", self._number, image)
+            # After it: a Ctrl-C may come while it is sent.
             member.version, member.number = max(member.version, self._image[0]), self._number
-            self._batches[member] = self._crew.send(member, "collect", self._number, None if has_them else self._image)
+        self._is_cut_short = was_cut_short
 
     def _arrived(self) -> list[tuple[Member, NodeBatch]]:
         """The batches that have come. Raises what a node has failed with."""
@@ -273,9 +278,13 @@ class Fleet:
         self._require_open()
         if self._is_cut_short:
             self.give_up()
-        tickets = {member: self._crew.send(member, *order) for member, order in orders.items()}
-        self._await(tickets, math.inf)
-        came = {member: self._crew.forget(ticket) for member, ticket in tickets.items()}
+        tickets: dict[Member, Ticket] = {}
+        try:
+            for member, order in orders.items():
+                tickets[member] = self._crew.send(member, *order)
+            self._await(tickets, math.inf)
+        finally:
+            came = {member: self._crew.forget(ticket) for member, ticket in tickets.items()}
         if self._batches:  # those before it, with what they have failed with, as at home
             self._is_cut_short = True
             self._take_ready(0.0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +12,11 @@ from muster.errors import WorkerName
 from muster.pool.closing import CloseLimits, warn_of_cuts
 from muster.pool.logs import hand_over
 from muster.pool.notices import say
-from muster.rollout.cluster.engine import Engine, Host, HostGone
-from muster.rollout.cluster.node_host import Answered, Started, opened, sealed
+from muster.rollout.cluster.engine import Engine, Host, HostGone, Ticket
+from muster.rollout.cluster.node_host import Answered, NodePlan, Started, opened, sealed
 
 PING_S = 0.5
-_SLICE_S, _ON_ITS_WAY_S = 0.05, 5.0
+_SLICE_S, _LAST_WORDS_S, _ON_ITS_WAY_S = 0.05, 1.0, 5.0
 
 
 @dataclass(eq=False)
@@ -26,14 +27,14 @@ class Member:
     state: see `Fleet.nodes`.  launched_at: when that was begun.  is_said: whether it was said that there is no room.
     is_met: whether it has spoken.  where, node_id: its machine, once it is known.  started: what it has started first.
     version: of the weights that it was sent last.  number: of its batch.  frames: all that it has collected.
-    reason: why the one before was lost.
+    reason, failure: why the one before was lost.  push: the order by which it was last sent weights beside its batches.
     heard_at, pinged_at: when it spoke, and was asked to, last.
     """
 
     index: int
     collectors: range
     envs: range
-    plan: bytes
+    plan: NodePlan
     host: Host = field(init=False)
     state: str = "starting"
     launched_at: float = 0.0
@@ -49,6 +50,8 @@ class Member:
     pinged_at: float = 0.0
     restarts: int = 0
     reason: str = ""
+    failure: BaseException | None = None
+    push: Ticket | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,15 +71,24 @@ def tell(member: Member, answer: Answered) -> list[tuple[str, type[Warning]]]:
     return [(f"{member.place}: {text}", category) for text, category in answer.warned]
 
 
-def close_all(limits: CloseLimits, engine: Engine, members: Sequence[Member]) -> None:
-    """Closes the envs of all nodes at once, and ends what the engine has started. Lost nodes are left alone."""
+def close_all(
+    limits: CloseLimits, engine: Engine, members: Sequence[Member], owing: Mapping[Ticket, tuple[Member, str]], pid: int
+) -> None:
+    """Closes the envs of all nodes at once, and ends what the engine has started. Lost nodes are left alone.
+
+    owing: who owes answers, which may tell of something.  pid: the process that has started them: a fork of it has not.
+    """
+    if os.getpid() != pid:
+        return
     until = time.monotonic() + limits.busy_s + min(limits.part_s, limits.call_s) + _ON_ITS_WAY_S
     cuts, pinged_at = list[str](), time.monotonic()
     try:
         closing = {one.host.ask(sealed(("close", limits)), beside=True): one for one in members if one.state == "up"}
-        owed = {**closing}
-        while closing and time.monotonic() < until:
-            if time.monotonic() - pinged_at > PING_S:  # what nodes say meanwhile comes with the answers
+        owed = {ticket: one for ticket, (one, _) in owing.items() if one.state == "up"} | closing
+        while owed and time.monotonic() < until:
+            if not closing:
+                until = min(until, time.monotonic() + _LAST_WORDS_S)
+            if closing and time.monotonic() - pinged_at > PING_S:  # what nodes say meanwhile comes with the answers
                 pinged_at = time.monotonic()
                 owed |= {one.host.ask(sealed(("ping",)), beside=True): one for one in closing.values()}
             for ticket, data in engine.wait(owed, _SLICE_S).items():

@@ -21,6 +21,7 @@ from muster.errors import ClosedError
 from muster.hosts.requests import Call, KeptAttributes, Packed, SetAttr
 from muster.pool.closing import CloseLimits
 from muster.pool.notices import say_by
+from muster.pool.place import Plan
 from muster.rollout.cluster.engine import Parcel
 from muster.rollout.cluster.node_probe import missing_here, versions_here
 from muster.rollout.fields import Array
@@ -82,20 +83,49 @@ class NodeBatch:
     notes: Sequence[str]
 
 
-def packed_plan(plan: PoolPlan, num_envs: int) -> bytes:
-    """The plan of a `NodeHost`; a buffer that several collectors have is there once. num_envs: of all nodes."""
-    known: dict[tuple[int, int, bool], int] = {}
-    buffers: list[tuple[bytes | bytearray, bool]] = []
-    plans: list[Any] = []
-    for one in plan.plans:
-        at = []
-        for raw in (buffer.raw() for buffer in one.big):
-            if (memory := memory_of(raw)) not in known:
-                known[memory] = len(buffers)
-                buffers.append((bytes(raw) if isinstance(raw.obj, bytes) else bytearray(raw), raw.readonly))
-            at.append(known[memory])
-        plans.append((replace(one, big=[]), at))
-    return pickle.dumps((replace(plan, plans=()), plans, buffers, num_envs))
+Shared = dict[tuple[int, int, bool], Array]
+"""By their memory, copies of big buffers, which the plans of all nodes have in common."""
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """The plan of a `NodeHost`. num_envs: of all nodes.
+
+    plans: those of the pool's collectors, and for each the numbers of its buffers.
+    buffers: for each its content, and whether it was bytes, read-only or writable memory.
+    """
+
+    pool: PoolPlan
+    plans: list[tuple[Plan, list[int]]]
+    buffers: list[tuple[Array, str]]
+    num_envs: int
+
+    @classmethod
+    def of(cls, pool: PoolPlan, num_envs: int, shared: Shared) -> NodePlan:
+        """Made from that of a pool; a buffer that several collectors have is there once. shared: grows by it."""
+        known: dict[tuple[int, int, bool], int] = {}
+        plan = cls(replace(pool, plans=()), [], [], num_envs)
+        for one in pool.plans:
+            at = []
+            for raw in (buffer.raw() for buffer in one.big):
+                if (memory := memory_of(raw)) not in known:
+                    known[memory] = len(known)
+                    if memory not in shared:
+                        shared[memory] = np.array(np.frombuffer(raw, np.uint8))
+                    kind = "bytes" if isinstance(raw.obj, bytes) else "read-only" if raw.readonly else "writable"
+                    plan.buffers.append((shared[memory], kind))
+                at.append(known[memory])
+            plan.plans.append((replace(one, big=[]), at))
+        return plan
+
+    def of_pool(self) -> PoolPlan:
+        """The plan of the pool here."""
+        made: dict[str, Callable[[Any], Any]]
+        made = {"bytes": bytes, "read-only": lambda one: memoryview(one).toreadonly(), "writable": bytearray}
+        buffers = [pickle.PickleBuffer(made[kind](one)) for one, kind in self.buffers]
+        for plan, at in self.plans:
+            plan.big += [buffers[i] for i in at]
+        return replace(self.pool, plans=[plan for plan, _ in self.plans])
 
 
 def sealed(content: Any) -> list[Any]:
@@ -125,19 +155,11 @@ class NodeHost:
         warnings.showwarning = self._note
         say_by(self._say)
 
-    def begin(self, plan: bytes) -> ReplicaPool:
-        """Begins to start replicas. plan: see `packed_plan`."""
-        pool_plan, plans, data, num_envs = pickle.loads(plan)
-        buffers = [
-            pickle.PickleBuffer(memoryview(one).toreadonly() if readonly and isinstance(one, bytearray) else one)
-            for one, readonly in data
-        ]
-        for one, at in plans:
-            one.big += [buffers[i] for i in at]
+    def begin(self, plan: NodePlan) -> ReplicaPool:
+        """Begins to start replicas."""
         # What is set is packed already.
-        self._attributes = KeptAttributes(num_envs, lambda value, name: value)
-        own = replace(pool_plan, plans=[one for one, _ in plans])
-        self._pool = ReplicaPool(own, self._weights_fd, self._attributes, self._take_logs)
+        self._attributes = KeptAttributes(plan.num_envs, lambda value, name: value)
+        self._pool = ReplicaPool(plan.of_pool(), self._weights_fd, self._attributes, self._take_logs)
         return self._pool
 
     @property
@@ -211,7 +233,7 @@ class _Orders:
         sys.path += [one for one in folders if one not in sys.path and os.path.isdir(one)]
         return Met(self.host.host, self.host.node_id, missing_here(modules), versions_here())
 
-    def start(self, plan: bytes, seeds: Sequence[int | None], frames: int, attributes: Attributes) -> Started:
+    def start(self, plan: NodePlan, seeds: Sequence[int | None], frames: int, attributes: Attributes) -> Started:
         pool = self.host.begin(plan)
         self.host.set_at_start(attributes)
         pool.start(seeds, frames)

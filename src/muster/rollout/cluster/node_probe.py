@@ -8,8 +8,10 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import io
 import pickletools
 import platform
+import shlex
 import sys
 import sysconfig
 from collections import deque
@@ -72,10 +74,17 @@ def modules_imported(script: Script) -> list[str]:
 
 
 def _named_in(pickled: bytes) -> Iterator[str]:
+    """Of pickles that lie one behind the other."""
+    file = io.BytesIO(pickled)
+    while file.tell() < len(pickled):
+        yield from _named_in_next(file)
+
+
+def _named_in_next(file: io.BytesIO) -> Iterator[str]:
     memo = dict[int, Any]()
     top = deque[Any]([None, None], maxlen=2)  # of the stack: strings, globals and tuples of one; None for all else
     value: Any
-    for opcode, value, _ in pickletools.genops(pickled):
+    for opcode, value, _ in pickletools.genops(file):
         name = opcode.name
         if name == "MEMOIZE":
             memo[len(memo)] = top[-1]
@@ -98,12 +107,14 @@ def _named_in(pickled: bytes) -> Iterator[str]:
 
 
 def _is_pickle(content: bytes) -> bool:
-    """Whether these bytes are a pickle from the first to the last, and not numbers that begin like one."""
+    """Whether these bytes are pickles from the first to the last, and not numbers that begin like one."""
+    file = io.BytesIO(content)
     try:
-        *_, (_, _, last) = pickletools.genops(content)
+        while file.tell() < len(content):
+            deque(pickletools.genops(file), 0)
     except Exception:  # other bytes have any opcodes and arguments
         return False
-    return last == len(content) - 1
+    return True
 
 
 def missing_here(names: Iterable[str]) -> list[str]:
@@ -153,9 +164,10 @@ def missing_text(argument: str, module: str, node: str) -> str:
     # The folder that sys.path has: as many levels up as the name has parts, and a package's __init__.py is one below.
     depth = module.count(".") + (spec.submodule_search_locations is not None)
     by_value = f"; `import {top}, cloudpickle; cloudpickle.register_pickle_by_value({top})` before"
+    folder = str(Path(origin).parents[depth])
     return (
-        f"{needs} Ways out: RayCluster(runtime_env={{'working_dir': {str(Path(origin).parents[depth])!r}}}); install "
-        f"it there{by_value if origin.endswith('.py') else ''}"
+        f"{needs} Ways out: RayCluster(runtime_env={{'working_dir': {folder!r}}}); install it there"
+        f"{by_value if origin.endswith('.py') else ''}. On a command line: --working-dir {shlex.quote(folder)}"
     )
 
 

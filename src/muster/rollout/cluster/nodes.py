@@ -38,6 +38,8 @@ class Node:
 
     def __post_init__(self) -> None:
         check_options(self)
+        _require_named("resources", self.resources, (int, float), "other than CPU, GPU and memory, to numbers")
+        _require_named("labels", self.labels, str, "to strings")
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,26 @@ class RayCluster:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if isinstance(self.nodes, Sequence):
-            is_fit = bool(self.nodes) and all(isinstance(node, Node) for node in self.nodes)
-        else:
-            is_fit = self.nodes is None or (as_whole(self.nodes) or 0) >= 1
-        if not is_fit:
+        wishes = self.nodes if isinstance(self.nodes, Sequence) else ()
+        count = len(wishes) or as_whole(self.nodes) or 0
+        if (self.nodes is not None and count < 1) or not all(isinstance(node, Node) for node in wishes):
             raise ConfigError("nodes", "None, a number from 1 on, or a list of muster.Node", self.nodes)
+        if 0 < count < self.min_nodes:
+            raise ConfigError("min_nodes", f"at most the number of nodes, {count}", self.min_nodes)
+        _require_named("runtime_env", self.runtime_env, object, "to what Ray takes")
+        if self.placement_group is not None and not hasattr(self.placement_group, "bundle_specs"):
+            raise ConfigError("placement_group", "one of ray.util.placement_group", self.placement_group)
+
+
+def _require_named(option: str, value: Any, kinds: Any, words: str) -> None:
+    """Raises ConfigError for what is no mapping from names to values of these kinds, or has names of Ray's own."""
+    own = ("CPU", "GPU", "memory")
+    is_fit = value is None or (
+        isinstance(value, Mapping)
+        and all(isinstance(name, str) and name not in own and isinstance(one, kinds) for name, one in value.items())
+    )
+    if not is_fit:
+        raise ConfigError(option, f"None, or a mapping from names {words}", value)
 
 
 def shares(num_collectors: int, places: Sequence[Place]) -> list[range]:

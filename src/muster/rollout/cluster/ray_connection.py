@@ -97,13 +97,14 @@ class Connection:
     _closed: threading.Event = field(default_factory=threading.Event, init=False)
 
     def __post_init__(self) -> None:
+        self._job = self._job_here()
         threading.Thread(target=self._watch_head, name="muster-ray-head", daemon=True).start()
 
     @contextlib.contextmanager
     def used(self) -> Iterator[Any]:
         """Encloses short calls of `ray`, the module, which is what it gives. Raises ConnectionLost."""
         with self._calls:
-            if self._lost or not self.ray.is_initialized():
+            if self._lost or not self.is_there():
                 raise ConnectionLost(self._lost or "this process's connection to Ray was ended, by ray.shutdown()")
             self._in_use += 1
         try:
@@ -112,6 +113,13 @@ class Connection:
             with self._calls:
                 self._in_use -= 1
                 self._calls.notify_all()
+
+    def is_there(self) -> bool:
+        """Whether this is still the process's connection."""
+        return self.ray.is_initialized() and self._job_here() == self._job
+
+    def _job_here(self) -> str:
+        return str(self.ray.get_runtime_context().get_job_id())
 
     def _watch_head(self) -> None:
         """Ends the connection where the head is gone: else Ray ends this process, a minute after."""
@@ -127,7 +135,8 @@ class Connection:
         with self._calls:
             self._lost = f"the cluster's head, at {self.address}, does not answer"
             self._calls.wait_for(lambda: not self._in_use)
-            self.ray.shutdown()
+            if self.is_there():
+                self.ray.shutdown()
 
     def close(self) -> None:
         """Takes back one `connect`. The last one ends the connection, and a cluster that it has started."""
@@ -138,12 +147,13 @@ class Connection:
 
     def _end(self) -> None:
         global _shared
-        _shared = None
+        _shared = None if _shared is self else _shared
         atexit.unregister(self._end)
         self._closed.set()
         if self._pid != os.getpid() or not self.is_own:  # a forked child has nothing of it
             return
-        self.ray.shutdown()
+        if self.is_there():
+            self.ray.shutdown()
         deadline = time.monotonic() + _EMPTYING_S
         # Ray's helpers write their last lines after it.
         while self.folder is not None and os.path.exists(self.folder) and time.monotonic() < deadline:
@@ -168,13 +178,13 @@ def connect(address: str | None = "auto", runtime_env: RuntimeEnv = None) -> Con
     global _shared
     require("cluster='ray' needs", "muster-rl[ray]", "ray")
     with _lock:
-        if _shared is not None and not _is_initialised():
+        if _shared is not None and not _shared.is_there():
             _shared = None  # somebody else has called ray.shutdown()
         if _shared is None:
             _shared = _connect(address, runtime_env)
             atexit.register(_shared._end)  # before Ray's own, which Ray's import has registered
         else:
-            _require_same(_shared.address, address)
+            _require_same(_shared.address, address, is_local=_shared.folder is not None)
             _shared._users += 1
         return _shared
 
@@ -192,7 +202,7 @@ def _connect(address: str | None, runtime_env: RuntimeEnv) -> Connection:
     if address == "local":
         return _start(runtime_env)
     if address is None or address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or _of_this_machine()
+        address = _of_environment() or _of_this_machine()
     _require_port(address)
     _try_in_child(address)
     with contextlib.ExitStack() as undone, _kept_surroundings():
@@ -201,6 +211,8 @@ def _connect(address: str | None, runtime_env: RuntimeEnv) -> Connection:
         undone.callback(ray.shutdown)
         try:
             ray.init(address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING)
+        except ValueError as error:
+            raise ConfigError(f"Ray refuses runtime_env={runtime_env!r}: {error}") from error
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"this process cannot connect to the Ray cluster at {address}, and a child of it could: {error}. Set "
@@ -226,10 +238,18 @@ def _initialised(address: str | None) -> Connection:
     return Connection(ray, found, is_own=False)
 
 
-def _require_same(found: str, address: str | None) -> None:
-    """Raises ConfigError where `address` is of another cluster than `found`, to which this process is connected."""
-    if address in ("auto", "local", None):
+def _require_same(found: str, address: str | None, *, is_local: bool = False) -> None:
+    """Raises ConfigError where `address` is of another cluster than `found`, to which this process is connected.
+
+    is_local: whether it has started that.
+    """
+    if address in ("auto", None) or (address == "local" and is_local):
         return
+    if address == "local":
+        raise ConfigError(
+            f"address='local' would start a cluster, and this process is connected to the one at {found}, of which it "
+            "can have one at a time. Leave the address out, or call ray.shutdown() first"
+        )
     theirs, (host, port) = _host_and_port(found), _host_and_port(str(address))
     with contextlib.suppress(OSError):
         addresses = {str(one[4][0]) for one in socket.getaddrinfo(host, port)}
@@ -251,6 +271,18 @@ def _proxied(named: str) -> str:
         f"{named} is of Ray's client, ray://, which sends a copy of each batch through a process in between. Run the "
         "script on a machine of the cluster, with the head's own address, such as address='10.0.0.1:6379'"
     )
+
+
+def _of_environment() -> str | None:
+    """What RAY_ADDRESS names. Raises ConfigError for what is no address."""
+    address = os.environ.get("RAY_ADDRESS")
+    if not address or address == "auto":
+        return None
+    try:
+        _host_and_port(address)
+    except ConfigError as error:
+        raise ConfigError(f"{error.naming('the variable RAY_ADDRESS')}") from None
+    return address
 
 
 def _of_this_machine() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.errors import ConfigError
 from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Place, Ticket
 from muster.rollout.cluster.node_host import NodeHost
 from muster.rollout.cluster.nodes import Node, RayCluster
@@ -133,11 +135,14 @@ class RayEngine(Engine):
 
     def _chosen(self, ray: Any, most: int) -> list[_Spot]:
         nodes, group = self._cluster.nodes, self._cluster.placement_group
+        bundles = [] if group is None else [bundle.get("CPU", 0.0) for bundle in group.bundle_specs]
+        wanted = len(nodes) if isinstance(nodes, Sequence) else nodes or len(bundles)
+        if group is not None and len(bundles) < wanted:
+            raise ConfigError("placement_group", f"one with a bundle for each of {wanted} nodes", bundles)
         if isinstance(nodes, Sequence):
             return [_Spot(wish, wish.cpus or 1.0) for wish in nodes]
         if group is not None:
-            cpus = [bundle.get("CPU", 0.0) for bundle in group.bundle_specs]
-            return [_Spot(Node(cpus=one), one) for one in cpus[:nodes]]
+            return [_Spot(Node(cpus=one), one) for one in bundles[:wanted]]
         there = _spots(ray)
         until = time.monotonic() + _FREED_S
         while not there and time.monotonic() < until:
@@ -145,21 +150,20 @@ class RayEngine(Engine):
             there = _spots(ray)
         if nodes is None:
             return there[:most] or [_Spot(Node(cpus=1.0), 1.0)]
-        # Where others are wanted than those that are there, Ray finds the places, perhaps on machines to come.
-        return there[:nodes] if len(there) >= nodes else [_Spot(Node(), 1.0)] * nodes
+        # Where more are wanted than machines that are free, Ray finds the places, perhaps on machines to come.
+        each = max(1.0, ray.cluster_resources().get("CPU", 0.0) // nodes)
+        return there[:nodes] if len(there) >= nodes else [_Spot(Node(), each)] * nodes
 
     def start(self, index: int, collectors: int) -> Host:
         spot = self._spots[index]
-        settled = spot.node_id is not None
-        cpus = spot.wish.cpus
-        if cpus is None:
-            cpus = min(collectors, spot.cpus) if settled else collectors
         wish = spot.wish
+        by_wish = isinstance(self._cluster.nodes, Sequence)
+        cpus = wish.cpus if wish.cpus is not None else collectors if by_wish else min(collectors, spot.cpus)
         named = {"CPU": cpus, "GPU": wish.gpus, "memory": wish.memory_bytes or 0, **(wish.resources or {})}
         self._asked[index] = {name: amount for name, amount in named.items() if amount}
         of_all, own = self._connection.runtime_env, self._cluster.runtime_env
         runtime_env = {**own} if own and own != of_all else {}
-        with self._connection.used() as ray:
+        with self._connection.used() as ray, _refused(index):
             kind = ray.remote(concurrency_groups={"order": 1, "beside": _BESIDE})(NodeActor)
             actor = kind.options(
                 num_cpus=cpus,
@@ -224,9 +228,23 @@ class RayEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        for host in self._hosts.values():
-            host.kill()
-        self._connection.close()
+        try:
+            for host in self._hosts.values():
+                host.kill()
+        finally:
+            self._connection.close()
+
+
+@contextlib.contextmanager
+def _refused(index: int) -> Iterator[None]:
+    """Says what Ray says of wishes that it does not take."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray does not take the wishes for node {index}: {error}. They come from muster.Node and RayCluster. A "
+            "runtime_env with folders is given to the first collector of a process, or to its own ray.init()"
+        ) from error
 
 
 def _spots(ray: Any) -> list[_Spot]:
@@ -253,6 +271,8 @@ def _in_words(resources: Mapping[str, float]) -> str:
 
 def _in_a_line(ray: Any, error: Exception) -> str:
     text = str(error)
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return "its machine does not answer"
     if isinstance(error, ray.exceptions.ActorDiedError) and error.actor_id is not None:
         cause = ray._private.state.actors(error.actor_id).get("DeathCause")  # without what names the actor
         text = getattr(getattr(cause, "actor_died_error_context", None), "error_message", "") or text
