@@ -149,8 +149,8 @@ def node_goes_and_comes(address):
     sys.stdin.readline()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        deadline, present = time.monotonic() + 14, []
-        while time.monotonic() < deadline:
+        deadline, present = time.monotonic() + 40, []
+        while time.monotonic() < deadline and not any("has not begun" in str(one.message) for one in warned):
             present.append(there(collector)[1])
             time.sleep(0.05)
         say(add=True)
