@@ -47,7 +47,7 @@ class Crew:
         self.answers: dict[Ticket, Answered] = {}
         self.seeds: list[int | None] = [None] * len(plan.plans)
         self.notes: list[str] = []
-        self.closed = False
+        self.closed, self._listened_at = False, 0.0
         self.members: list[Member] = []
         self._ends = engine, self.members, self._owed, os.getpid()
         self._finalizer = weakref.finalize(self, close_abandoned, close_all, *self._ends)
@@ -122,6 +122,8 @@ class Crew:
         """
         now = time.monotonic()
         for member in self.members:
+            if member.pinged_at > member.heard_at:  # silence is what is not heard while somebody listens
+                member.pinged_at += max(0.0, now - max(self._listened_at, member.pinged_at))
             if member.is_met and member.pinged_at <= member.heard_at and now - member.pinged_at > PING_S:
                 member.pinged_at = now
                 self.send(member, "ping", beside=True, awaited=False)
@@ -147,6 +149,7 @@ class Crew:
                 self._lose(member, f"nothing was heard from it for {silent_s:.3g} s")
             elif not member.is_met:
                 self._look_for_room(member, time.monotonic() - member.launched_at, warned)
+        self._listened_at = time.monotonic()
 
     def launch(self, member: Member) -> None:
         """Begins to start a node host, and asks what there is."""

@@ -97,7 +97,7 @@ class RayHost(Host):
 
     def is_placed(self, ray: Any) -> bool:
         """Whether a process is there for it."""
-        return bool(ray._private.state.actors(self._actor._actor_id.hex())["Address"]["Port"])
+        return bool(ray._private.state.actors(self._actor._actor_id.hex())["Pid"])
 
     def kill(self) -> None:
         try:
