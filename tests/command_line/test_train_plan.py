@@ -124,7 +124,7 @@ def test_a_run_by_collectors_goes_on_by_them(folder: Path):
 
 @pytest.mark.slow
 def test_collectors_at_home_and_on_two_nodes_leave_the_same_weights(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runs, "RayCluster", LocalNodes)
+    monkeypatch.setattr(runs, "RayCluster", lambda nodes, runtime_env: LocalNodes(nodes))
     left = []
     for run, words in (("a", ()), ("b", ()), ("c", ("--cluster", "ray", "--nodes", "2"))):
         size = ("--total-steps", "6000", "--run-dir", run)

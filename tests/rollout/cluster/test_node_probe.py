@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import subprocess
 import sys
@@ -62,7 +63,12 @@ def test_modules_that_a_function_by_value_holds_are_found_with_their_argument(mo
 def test_pickles_one_behind_the_other_count(modules: Path):
     import loose_envs
 
-    both = cloudpickle.dumps(3) + cloudpickle.dumps(loose_envs.make)  # as worker_init and envs are packed
+    file = io.BytesIO()
+    pickler = cloudpickle.Pickler(file)  # which has one memo for both, as that for worker_init and envs
+    for one in (loose_envs.Env, [loose_envs.Other, loose_envs.make]):
+        pickler.dump(one)
+    both = file.getvalue()
+    assert "None" not in modules_named({"env": both})
     assert "loose_envs" in modules_named({"env": both})
     assert "loose_envs" in modules_named({"env": pickle.dumps([both])})
 

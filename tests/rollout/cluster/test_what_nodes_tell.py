@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pickle
 import time
 
 import pytest
@@ -14,6 +13,7 @@ from counting_env import CountingEnv
 import muster
 from local_nodes import LocalNodes
 from muster.errors import CollectorError, EnvError
+from muster.rollout.cluster.node_host import opened, sealed
 from muster.rollout.multi_collector import MultiCollector
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -69,10 +69,10 @@ class Warning_(LocalNodes):
         return {ticket: self._with_warning(data) for ticket, data in super().wait(tickets, timeout_s).items()}
 
     def _with_warning(self, data):
-        answer = pickle.loads(data)
+        answer = opened(data)
         if self.warns and type(answer.content).__name__ == "NodeBatch":
             answer.warned.append(("odd", RuntimeWarning))
-        return pickle.dumps(answer)
+        return sealed(answer)
 
 
 def test_a_warning_that_is_an_error_loses_no_batch():
@@ -116,7 +116,7 @@ class Recording(LocalNodes):
         ask, host.orders = host.ask, []
 
         def record(order, *, beside=False):
-            host.orders.append(pickle.loads(order)[:2])
+            host.orders.append(opened(order)[:2])
             return ask(order, beside=beside)
 
         host.ask = record

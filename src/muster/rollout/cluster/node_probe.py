@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import io
+import itertools
 import pickletools
 import platform
 import shlex
@@ -74,17 +75,11 @@ def modules_imported(script: Script) -> list[str]:
 
 
 def _named_in(pickled: bytes) -> Iterator[str]:
-    """Of pickles that lie one behind the other."""
-    file = io.BytesIO(pickled)
-    while file.tell() < len(pickled):
-        yield from _named_in_next(file)
-
-
-def _named_in_next(file: io.BytesIO) -> Iterator[str]:
-    memo = dict[int, Any]()
+    """Of pickles one behind the other, too, which share their memo, as one Pickler's do."""
+    memo, file = dict[int, Any](), io.BytesIO(pickled)
     top = deque[Any]([None, None], maxlen=2)  # of the stack: strings, globals and tuples of one; None for all else
     value: Any
-    for opcode, value, _ in pickletools.genops(file):
+    for opcode, value, _ in itertools.chain.from_iterable(_pickles_in(file, len(pickled))):
         name = opcode.name
         if name == "MEMOIZE":
             memo[len(memo)] = top[-1]
@@ -97,7 +92,8 @@ def _named_in_next(file: io.BytesIO) -> Iterator[str]:
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             named = tuple(value.split(" ", 1)) if name == "GLOBAL" else tuple(top)
             top.append(named)
-            yield str(named[0])
+            if named[0] is not None:
+                yield named[0]
         else:
             if name == "REDUCE" and top[0] == _IMPORT:
                 yield str(top[1][0])
@@ -106,12 +102,16 @@ def _named_in_next(file: io.BytesIO) -> Iterator[str]:
             top.append(value if name in _STRINGS else None)
 
 
+def _pickles_in(file: io.BytesIO, size: int) -> Iterator[Iterator[Any]]:
+    """The opcodes of each of the pickles in a file."""
+    while file.tell() < size:
+        yield pickletools.genops(file)
+
+
 def _is_pickle(content: bytes) -> bool:
     """Whether these bytes are pickles from the first to the last, and not numbers that begin like one."""
-    file = io.BytesIO(content)
     try:
-        while file.tell() < len(content):
-            deque(pickletools.genops(file), 0)
+        deque(itertools.chain.from_iterable(_pickles_in(io.BytesIO(content), len(content))), 0)
     except Exception:  # other bytes have any opcodes and arguments
         return False
     return True
