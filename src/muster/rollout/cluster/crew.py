@@ -20,14 +20,14 @@ from muster.pool.deaths import Nouns
 from muster.pool.notices import say
 from muster.pool.place import Budget
 from muster.rollout.cluster.engine import Engine, HostGone, Ticket
-from muster.rollout.cluster.member import PING_S, Member, close_all, tell
+from muster.rollout.cluster.member import PING_S, SLICE_S, Member, close_all, tell
 from muster.rollout.cluster.node_host import Answered, Attributes, Met, NodePlan, Shared, opened, sealed
 from muster.rollout.cluster.node_probe import compare_versions, missing_text, modules_needed, versions_here
 from muster.rollout.cluster.nodes import shares
 from muster.rollout.processes.fates import ReplicaFailed
 from muster.rollout.processes.replica_pool import PoolPlan
 
-_SLICE_S, _ROOM_S = 0.05, 10.0
+_ROOM_S = 10.0
 _SLOW = "Raise start_timeout, or look into what that machine is busy with"
 Warned = list[tuple[str, type[Warning]]]
 
@@ -103,7 +103,7 @@ class Crew:
         until, fresh, warned = time.monotonic() + limit_s, set[Member](), Warned()
         asked = {member.host.ask(sealed(("stats",)), beside=True): member for member in self.up()}
         while asked and time.monotonic() < until:
-            for ticket, data in self._engine.wait(asked, _SLICE_S).items():
+            for ticket, data in self._engine.wait(asked, SLICE_S).items():
                 member = asked.pop(ticket)
                 if not isinstance(data, HostGone):
                     answer: Answered = opened(data)

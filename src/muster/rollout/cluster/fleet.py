@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from muster.introspection import caller_stacklevel
 from muster.pool.notices import say
 from muster.rollout.cluster.crew import Crew, Warned
 from muster.rollout.cluster.engine import Engine, Ticket
-from muster.rollout.cluster.member import Member
+from muster.rollout.cluster.member import SLICE_S, Member
 from muster.rollout.cluster.node_host import Image, NodeBatch, Started
 from muster.rollout.collector_set import Filled
 from muster.rollout.processes.batch_memory import BatchLayout
@@ -27,7 +25,7 @@ from muster.rollout.processes.replica_pool import PoolPlan
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
 
-_SLICE_S, _STATS_S = 0.05, 2.0
+_STATS_S = 2.0
 
 
 class Fleet:
@@ -55,7 +53,7 @@ class Fleet:
         for member in self._members:
             self._crew.launch(member)
         while any(member.state != "up" for member in self._members):
-            self._hear(_SLICE_S)
+            self._hear(SLICE_S)
         self._fields = self._started()[0].fields
         for member, started in zip(self._members, self._started(), strict=True):
             if started.fields != self._fields:
@@ -189,7 +187,7 @@ class Fleet:
         ordered, done, is_stopped = self._image[0], 0, False
         while self._batches:
             self._is_cut_short = True
-            self._hear(_SLICE_S)
+            self._hear(SLICE_S)
             for member, batch in self._arrived():
                 part = slice(member.envs.start, member.envs.stop)
                 self._fill(member, storage, part, batch)
@@ -214,7 +212,7 @@ class Fleet:
             self._order_idle()
             if not self._crew.up():
                 raise self._crew.lost(self._members[0])
-            self._take_ready(_SLICE_S)
+            self._take_ready(SLICE_S)
         self._order_idle()  # at most one batch of each node waits besides those there
         return self._ready.popleft()._replace(notes=self._take_notes())
 
@@ -282,7 +280,8 @@ class Fleet:
         try:
             for member, order in orders.items():
                 tickets[member] = self._crew.send(member, *order)
-            self._await(tickets, math.inf)
+            while any(self._crew.is_owed(ticket) for ticket in tickets.values()):
+                self._hear(SLICE_S)
         finally:
             came = {member: self._crew.forget(ticket) for member, ticket in tickets.items()}
         if self._batches:  # those before it, with what they have failed with, as at home
@@ -300,10 +299,6 @@ class Fleet:
             if member.state == "starting" and member.is_met:
                 self._crew.send(member, *order, awaited=False)
         return self._ask({member: order for member, order in orders.items() if member.state == "up"})
-
-    def _await(self, tickets: Mapping[Member, Ticket], until: float) -> None:
-        while any(self._crew.is_owed(ticket) for ticket in tickets.values()) and time.monotonic() < until:
-            self._hear(_SLICE_S)
 
     def _hear(self, timeout_s: float) -> None:
         """Takes what has come, once there is something; pings, and sees who is lost and who is there."""

@@ -15,8 +15,8 @@ from muster.pool.notices import say
 from muster.rollout.cluster.engine import Engine, Host, HostGone, Ticket
 from muster.rollout.cluster.node_host import Answered, NodePlan, Started, opened, sealed
 
-PING_S = 0.5
-_SLICE_S, _LAST_WORDS_S, _ON_ITS_WAY_S = 0.05, 1.0, 5.0
+SLICE_S, PING_S = 0.05, 0.5
+_LAST_WORDS_S, _ON_ITS_WAY_S = 1.0, 5.0
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ def close_all(
             if closing and time.monotonic() - pinged_at > PING_S:  # what nodes say meanwhile comes with the answers
                 pinged_at = time.monotonic()
                 owed |= {one.host.ask(sealed(("ping",)), beside=True): one for one in closing.values()}
-            for ticket, data in engine.wait(owed, _SLICE_S).items():
+            for ticket, data in engine.wait(owed, SLICE_S).items():
                 member = owed.pop(ticket)
                 closing.pop(ticket, None)
                 if not isinstance(data, HostGone):

@@ -155,11 +155,12 @@ class NodeHost:
         warnings.showwarning = self._note
         say_by(self._say)
 
-    def begin(self, plan: NodePlan) -> ReplicaPool:
-        """Begins to start replicas."""
-        # What is set is packed already.
-        self._attributes = KeptAttributes(plan.num_envs, lambda value, name: value)
-        self._pool = ReplicaPool(plan.of_pool(), self._weights_fd, self._attributes, self._take_logs)
+    def begin(self, plan: NodePlan, attributes: Attributes) -> ReplicaPool:
+        """Begins to start replicas. attributes: those that envs get when they are built."""
+        kept = KeptAttributes(plan.num_envs, lambda value, name: value)  # what is set is packed already
+        for env, of_env in attributes.items():
+            kept[env] = {name: Packed(data) for name, data in of_env.items()}
+        self._pool = ReplicaPool(plan.of_pool(), self._weights_fd, kept, self._take_logs)
         return self._pool
 
     @property
@@ -198,11 +199,6 @@ class NodeHost:
                 install(self._weights_fd, image.data)
                 self._version = version
 
-    def set_at_start(self, attributes: Attributes) -> None:
-        """Has envs that are built get these."""
-        for env, of_env in attributes.items():
-            self._attributes[env] = {name: Packed(data) for name, data in of_env.items()}
-
     def close(self, limits: CloseLimits | None = None) -> None:
         """Closes envs, and ends the collectors. limits: None for those of the plan."""
         if self._pool is not None:
@@ -234,8 +230,7 @@ class _Orders:
         return Met(self.host.host, self.host.node_id, missing_here(modules), versions_here())
 
     def start(self, plan: NodePlan, seeds: Sequence[int | None], frames: int, attributes: Attributes) -> Started:
-        pool = self.host.begin(plan)
-        self.host.set_at_start(attributes)
+        pool = self.host.begin(plan, attributes)
         pool.start(seeds, frames)
         return Started(pool.fields, pool.weights(), pool.shapes())
 

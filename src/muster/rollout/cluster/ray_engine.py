@@ -70,11 +70,8 @@ class Stored:
             return buffer
         place, last = (buffer.ctypes.data, buffer.nbytes), self._last
         if last is None or last[0] != place:
-            self._last = last = (
-                place,
-                buffer,
-                ray.put(buffer),
-            )  # it stays: nothing else gets its place meanwhile
+            # The buffer is kept, so that nothing else gets its place meanwhile.
+            self._last = last = place, buffer, ray.put(buffer)
         return last[2]
 
 
