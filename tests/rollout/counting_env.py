@@ -33,6 +33,17 @@ class CountingEnv(gym.Env):
         return np.array([self.episode, self.count], np.float32)
 
 
+class FailsWhenTold(CountingEnv):
+    """Raises in its steps while `told`."""
+
+    told = False
+
+    def step(self, action):
+        if self.told:
+            raise RuntimeError("the motor is stuck")
+        return super().step(action)
+
+
 class NoisyEnv(CountingEnv):
     """Random first observations and rewards from the env's own generator; episodes of 3 to 7 steps."""
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from counting_env import CountingEnv, FailingEnv
+from counting_env import CountingEnv, FailingEnv, FailsWhenTold
 from tensordict import TensorDict
 from torch import nn
 
@@ -108,15 +108,6 @@ def test_after_ctrl_c_in_a_call_batches_go_on(sync):
             one.call(sleep_shortly)
         assert [one.rollout()["collector", "mask"].all().item() for _ in range(3)] == [True] * 3
         assert one.get_attr("length") == (99, 99)
-
-
-class FailsWhenTold(CountingEnv):
-    told = False
-
-    def step(self, action):
-        if self.told:
-            raise RuntimeError("the motor is stuck")
-        return super().step(action)
 
 
 def test_after_an_env_s_error_in_a_call_batches_go_on():

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from collecting import Constant, count_env
-from counting_env import CountingEnv
+from counting_env import CountingEnv, FailsWhenTold
 
 import muster
 from local_nodes import LocalNodes
@@ -84,15 +84,6 @@ def test_a_warning_that_is_an_error_loses_no_batch():
             collector.get_attr("length")
         cluster.warns = False
         assert collector.rollout()["collector", "mask"].all()
-
-
-class FailsWhenTold(CountingEnv):
-    told = False
-
-    def step(self, action):
-        if self.told:
-            raise RuntimeError("the motor is stuck")
-        return super().step(action)
 
 
 def test_what_a_batch_has_failed_with_is_raised_by_the_next_call():

@@ -10,8 +10,6 @@ import warnings
 import weakref
 from typing import Any
 
-import numpy as np
-
 from muster.errors import ConfigError, NodeLost
 from muster.hosts.requests import KeptAttributes
 from muster.introspection import caller_stacklevel
@@ -24,7 +22,7 @@ from muster.rollout.cluster.member import PING_S, SLICE_S, Member, close_all, te
 from muster.rollout.cluster.node_host import Answered, Attributes, Met, NodePlan, Shared, opened, sealed
 from muster.rollout.cluster.node_probe import compare_versions, missing_text, modules_needed, versions_here
 from muster.rollout.cluster.nodes import shares
-from muster.rollout.processes.fates import ReplicaFailed
+from muster.rollout.processes.fates import ReplicaFailed, seed_after
 from muster.rollout.processes.replica_pool import PoolPlan
 
 _ROOM_S = 10.0
@@ -226,11 +224,8 @@ class Crew:
         seeds = [self.seeds[k] for k in member.collectors]
         if not member.restarts:
             return seeds
-        keys = 0, member.restarts  # a collector's own successors have one number
-        return [
-            None if seed is None else int(np.random.SeedSequence(seed, spawn_key=keys).generate_state(1)[0])
-            for seed in seeds
-        ]
+        # A collector's own successors have one number.
+        return [seed_after(seed, 0, member.restarts) for seed in seeds]
 
     def _kept(self, envs: range) -> Attributes:
         return {env: {name: value.data for name, value in self._attributes[env].items()} for env in envs}

@@ -49,6 +49,11 @@ class ReplicaFailed(Exception):
         return error
 
 
+def seed_after(seed: int | None, *keys: int) -> int | None:
+    """The seed of one that comes after another with this seed. keys: which one."""
+    return None if seed is None else int(np.random.SeedSequence(seed, spawn_key=keys).generate_state(1)[0])
+
+
 class Fates(Hooks):
     """What the pool asks its owner, see `Hooks`; the pool's finalizer does not hang on it.
 
@@ -79,10 +84,7 @@ class Fates(Hooks):
         self.counts[place] = 0
         self.reasons[place] = reason
         self.replaced[place] += 1
-        seed = self.seeds[place]
-        if seed is not None:
-            sequence = np.random.SeedSequence(seed, spawn_key=(self.replaced[place],))
-            seed = int(sequence.generate_state(1)[0])
+        seed = seed_after(self.seeds[place], self.replaced[place])
         again = SetAgain({env: self.attributes[env] for env in self._plans[place].envs})
         return Successor(self._plans[place].content, [again, Begin(seed)])
 
