@@ -31,7 +31,7 @@ def play(envs: Any, num_steps: int) -> None:
 
     start = time.perf_counter()
     for _ in range(num_steps):
-        rewards = envs.step(envs.action_space.sample())[1]
+        rewards = envs.step(envs.sample_actions())[1]
     seconds = time.perf_counter() - start
     print(f"{num_steps * envs.num_envs / seconds:.0f} env steps per second, rewards {rewards['player'].shape}")
 

@@ -34,7 +34,7 @@ def main() -> None:
         returns = {group: np.zeros((args.num_envs, len(agents))) for group, agents in envs.groups.items()}
         episodes = 0
         for _ in range(args.num_steps):
-            obs, rewards, terminated, truncated, infos = envs.step(envs.action_space.sample())
+            obs, rewards, terminated, truncated, infos = envs.step(envs.sample_actions())
             for group in envs.groups:
                 # A row counts where its agent was there, also if for the last time.
                 returns[group] += np.where(infos["alive"][group], rewards[group], 0)

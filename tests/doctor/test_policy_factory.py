@@ -11,6 +11,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -99,6 +100,14 @@ def test_the_same_policy_each_time_is_good_news(judge, factory):
         "it builds the same architecture each time: 9 weights with equal names and shapes, outputs equal to 1e-6 with "
         "equal weights"
     )
+
+
+def test_a_policy_gets_the_masks_that_infos_bring(judge):
+    def policy(obs: Tensor, masks: Tensor) -> Tensor:
+        return masks.int().argmax(-1)
+
+    taxi = next(name for name in ("Taxi-v4", "Taxi-v3") if name in gym.registry)
+    assert "outputs equal to 1e-6" in only(judge(lambda: policy, env=taxi), "good")
 
 
 def test_the_same_as_the_policy_that_exists_whose_weights_it_gets_and_which_is_left_as_it_was(judge):

@@ -188,6 +188,17 @@ class Backend(ABC):
         last = self.last_objects.get(env)
         return itertools.repeat(None) if last is None else iter(self.mail_of(self.caller.host_of(env)).own([*last]))
 
+    def obs_again(self, ids: Array, *, copies: bool) -> Any:
+        """The last observations of the envs `ids`, which owe no answer: copies, or views where `ids` adjoin."""
+        self.caller.bring_home()
+        return self.slab.obs_batch(ids, [self.objects_again(env) for env in ids.tolist()], copies)
+
+    def settled(self) -> Array:
+        """The envs that owe no answer, int64 ``[n]``. Raises ClosedError."""
+        self.caller.require_open()
+        pending, envs = self.caller.num_pending, range(self.slab.plan.num_envs)
+        return np.array([env for env in envs if not (pending and self.caller.is_pending(env))], np.int64)
+
     def take_mail(self, ids: Array) -> list[tuple[Iterator[Any], Iterator[Any]]]:
         """The objects that envs `ids` have mailed with their last step: of the step itself, and of the final step.
 

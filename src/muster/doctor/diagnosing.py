@@ -341,7 +341,7 @@ def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) 
             limits = dict.fromkeys(("start_timeout", "step_timeout", "close_timeout"), timeout_s)
             with make_envs(recipe, 1, context=context, **limits) as envs:
                 envs.reset(seed=0)
-                envs.step(envs.action_space.sample())
+                envs.step(envs.sample_actions())
         except Exception as error:  # a KeyboardInterrupt or SystemExit that the env raises arrives as an EnvError
             return f"{type(error).__name__}: {error}"
     return None

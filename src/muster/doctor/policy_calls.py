@@ -123,6 +123,8 @@ def _outputs_of(policy: Any, observed: bytes) -> dict[str, Tensor]:
     fields, facts = pickle.loads(observed)
     envs: Any = SimpleNamespace(**facts)  # which cannot be stepped
     side: EnvSide = SingleAgentEnvs(envs) if envs.groups is None else MultiAgentEnvs(envs)
+    if isinstance(side, SingleAgentEnvs) and len(fields) > len(side.observation_fields):
+        side.have_masks(len(fields) - 1)
     storage = Storage(1, envs.num_envs, side.observation_fields, side.reward_fields, compact=True)
     for array, rows in zip(storage.observations, fields, strict=True):
         array[0] = rows

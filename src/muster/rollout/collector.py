@@ -59,7 +59,8 @@ class Collector(BatchSource):
         `num_envs` and `make_vec_options` (make_vec's other options, as a dict) apply, and `shutdown` closes the envs.
     policy: a module with ``in_keys`` and ``out_keys``; any callable from observation to action, or to a dict with
         "action" in it, for agents from dict to dict by group; a multi-agent network of `muster.nn` or TorchRL, which
-        acts for the only group; or None for random actions. It is neither copied nor pickled.
+        acts for the only group; or None for random actions. It is neither copied nor pickled. Parameters of a callable
+        named ``masks``, ``env_state`` and ``alive`` get what docs/migration/from-parallel-env.md has in a table.
     policy_factory: builds the policy, instead of `policy`.
     total_frames: where to end, -1 for never.
     device: sets policy_device (where the policy computes: it is moved there; None: it stays where it is) and
@@ -77,9 +78,11 @@ class Collector(BatchSource):
     observation_dtype: of observations of floating-point numbers, in what the policy sees and in batches: torch.float32
         for a float32 policy and an env that observes float64, as those of MuJoCo do. None: as the envs have them.
     initial_state: by key one env's recurrent state at the start of an episode; a TensorDict policy needs none where
-        its modules start without a state, or from zeros.
+        its modules start without a state, or from zeros. None: the policy's own ``initial_state``, if it has one.
     exploration: how distributions in the policy are drawn from.
 
+    Batches of envs that give an ``"action_mask"`` of a Discrete action space, in a Dict observation or the infos of the
+    first reset, have it as bool ``[N, T, n]`` under that key. Where it is missing or all False, all is allowed.
     Batches of dm_env's envs also have ``("next", "discount")``, of several players ``("next", group, "discount")``:
     float32, shaped like the reward, 0 where the step terminates the episode and 1 elsewhere, unless the env says
     otherwise.
@@ -144,7 +147,7 @@ class Collector(BatchSource):
         self._init_random_frames = init_random_frames
         self._expected: dict[Key, Tensor] = {}  # what the policy will provide; found with the first random frames
         self._reset_at_each_iter = reset_at_each_iter
-        self._initial_state = dict(initial_state or {})
+        self._initial_state = dict(initial_state or getattr(self.policy, "initial_state", None) or {})
         self._exploration = exploration
         self._envs, self._owns_envs = open_envs(envs, num_envs, make_vec_options)
         try:
@@ -209,7 +212,10 @@ class Collector(BatchSource):
 
     @property
     def fields(self) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
-        """The observation fields and the reward fields."""
+        """The observation fields and the reward fields. Resets the envs where these are not known without."""
+        if not self._envs.fields_known:
+            with self._acting():
+                self._stepping.start(self._actors, self._env_seeds())
         return tuple(self._envs.observation_fields), tuple(self._envs.reward_fields)
 
     def output_fields(self) -> list[Field]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from torch import Tensor
 
 from muster.envs.dm_env import DISCOUNTS
 from muster.errors import ConfigError, UsageError
@@ -46,8 +47,9 @@ class EnvSide(ABC):
     observation_fields, reward_fields, action_fields: the arrays of observations, rewards and actions.
     action_spaces: one env's, by action field.
     has_discounts: whether rewards come with a field of discounts: those of dm_env's envs do.
-    masks: for each action field the index of the observation field ``[A, n]`` that says which of n choices an agent
-        has; None where there is none.
+    fields_known: False until the first reset, whose infos may bring a field.
+    masks: for each action field the index of the observation field ``[n]``, of agents ``[A, n]``, that says which of n
+        choices are allowed; None where there is none.
     """
 
     observation_fields: list[Field]
@@ -55,6 +57,7 @@ class EnvSide(ABC):
     action_fields: list[Field]
     action_spaces: list[spaces.Space[Any]]
     masks: list[int | None]
+    fields_known = True
     has_agents = False  # whether these are multi-agent envs
 
     def __init__(self, envs: Any) -> None:
@@ -67,6 +70,13 @@ class EnvSide(ABC):
     @abstractmethod
     def policy_input(self, rows: Sequence[Any]) -> Any:
         """The argument that a plain policy is called with. rows: one entry for each observation field."""
+
+    @abstractmethod
+    def policy_keywords(self, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """What a plain policy may ask for by name: ``masks``, ``env_state`` and ``alive``.
+
+        rows: as for `policy_input`.
+        """
 
     @abstractmethod
     def output_keys(self, outputs: Any) -> dict[Key, Any]:

@@ -22,6 +22,11 @@ class Episodes(NamedTuple):
     lengths: npt.NDArray[np.int64]
     env_ids: npt.NDArray[np.int64]
 
+    @property
+    def means(self) -> npt.NDArray[np.float64]:
+        """The return of each episode, float64 ``[K]``; with agents the mean over all of an env's."""
+        return self.returns if self.returns.ndim == 1 else self.returns.mean(-1)
+
 
 class TrajectoryCounter:
     """Numbers trajectories across batches: those that start together by env, later ones by time, then env."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,14 @@ def evaluate(
     episodes: int,
     seed: int | None = None,
     max_steps: int | None = None,
+    initial_state: Mapping[Any, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Episodes:
     """The first K = `episodes` whole episodes that `policy` plays, by env; each of the N envs plays its share of them.
 
     With shares fixed beforehand, short episodes are not over-represented, as they would be among the first K to end.
 
-    envs: a vector env, which stays the caller's.  policy, seed: as for `Collector`.
+    envs: a vector env, which stays the caller's.  policy, seed, initial_state: as for `Collector`.
     max_steps: how many steps all envs together may take, roughly; None for no limit. Episodes that have not ended by
         then are left out, and K is smaller.
     on_progress: called now and then with the episodes played and the steps taken so far.
@@ -43,7 +44,8 @@ def evaluate(
     N = envs.num_envs
     shares = [episodes // N + (env < episodes % N) for env in range(N)]
     played: list[list[tuple[Any, int]]] = [[] for _ in range(N)]
-    with Collector(envs, policy, frames_per_batch=_STEPS * N, seed=seed, compact=True) as collector:
+    options: dict[str, Any] = {"seed": seed, "initial_state": initial_state, "compact": True}
+    with Collector(envs, policy, frames_per_batch=_STEPS * N, **options) as collector:
         while any(len(one) < share for one, share in zip(played, shares, strict=True)):
             collector.rollout()
             for one_return, length, env in zip(*collector.last_episodes, strict=True):

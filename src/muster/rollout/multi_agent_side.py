@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from torch import Tensor
 
 from muster.errors import SpecMismatch
 from muster.rollout.env_side import EnvSide, discounts
@@ -62,12 +63,20 @@ class MultiAgentEnvs(EnvSide):
         ]
 
     def policy_input(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """Observations ``[N, A, ...]`` by group, ``"shared"`` and ``"state"``; masks and flags need TensorDict keys."""
+        """Observations ``[N, A, ...]`` by group, ``"shared"`` and ``"state"``."""
         left = iter(rows)
         inputs: dict[str, Any] = {}
         for name, tree in (self._observation_trees | self._about_all).items():
             inputs[name] = tree.join([next(left) for _ in tree.fields])
         return inputs
+
+    def policy_keywords(self, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """Bool masks ``[N, A, n]`` and ``alive`` ``[N, A]`` by group, and the envs' state, None where there is none."""
+        return {
+            "masks": {group: rows[self._places[group, "action_mask"]] for group in self._masked},
+            "env_state": self.policy_input(rows).get("state"),
+            "alive": {group: rows[self._places[group, "alive"]] for group in self._sizes},
+        }
 
     def output_keys(self, outputs: Any) -> dict[Key, Any]:
         """The outputs by key. outputs: by group an action ``[N, A, ...]``, or a dict with ``"action"`` in it."""

@@ -6,6 +6,7 @@ the storage and writes straight into it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -21,9 +22,12 @@ from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, Key, describe
 from muster.rollout.plain_modules import PlainModules, as_key
 from muster.rollout.storage import Storage
+from muster.spaces.masks import obey
 from muster.spaces.stacking import OneHot
 
 IS_INIT = ("is_init",)
+# What plain policies are given by name.
+KEYWORDS = ("masks", "env_state", "alive")
 # The base classes of networks that map the observations of all agents to their actions: topmost module and name.
 _MULTI_AGENT_NETS = (("muster", "MultiAgentNet"), ("torchrl", "MultiAgentNetBase"))
 
@@ -48,19 +52,11 @@ class RandomActor:
         """The actions of step t, one array ``[N, ...]`` for each action field; they are in the storage, too."""
         for i, masked_by in enumerate(self._envs.masks):
             if masked_by is not None:
-                actions = self._rows[i][t]
-                self._obey(actions, self._envs.action_spaces[i], self._storage.observations[masked_by][t])
+                actions, space = self._rows[i][t], self._envs.action_spaces[i]
+                assert isinstance(space, (spaces.Discrete, spaces.MultiDiscrete))
+                obey(actions, space.start, self._storage.observations[masked_by][t], self._rng)
                 self._storage.outputs[self._envs.action_fields[i].key][t] = torch.from_numpy(actions)
         return [rows[t] for rows in self._rows]
-
-    def _obey(self, actions: Array, space: spaces.Space[Any], masks: Array) -> None:
-        """Draws again where an action is not allowed. actions: ints ``[N, A]``; masks: bool ``[N, A, n]``."""
-        assert isinstance(space, spaces.MultiDiscrete)
-        start = np.broadcast_to(space.start, actions.shape)
-        wrong = ~np.take_along_axis(masks, (actions - start)[..., None], -1)[..., 0]
-        if wrong.any():
-            drawn = (self._rng.random(masks[wrong].shape) * masks[wrong]).argmax(-1)
-            actions[wrong] = drawn + start[wrong]
 
     def forget(self, done: Array) -> None:
         """Does nothing: random actions have no recurrent state."""
@@ -204,7 +200,6 @@ class TensorDictActor(PolicyActor):
         self._td = TensorDict({}, batch_size=[self._count])
         self._wants_is_init = IS_INIT in self._in_keys or _reads_is_init(policy)
         self._is_init = torch.ones(self._count, 1, dtype=torch.bool, device=self._device)
-        self._provided = {field.key for field in self._envs.observation_fields} | {IS_INIT, *self._carried}
         self._keys: list[Key] | None = None
         self._plain = PlainModules(policy, (self._count,))
         self._values: dict[Key, Tensor] = {}  # stands for the TensorDict: what is written stays for the next step
@@ -215,6 +210,7 @@ class TensorDictActor(PolicyActor):
             is_init = self._is_init
             self._set_up()
             self._is_init = is_init
+        self._provided = {field.key for field in self._envs.observation_fields} | {IS_INIT, *self._carried}
 
     def forget(self, done: Array) -> None:
         super().forget(done)
@@ -283,17 +279,20 @@ class PlainActor(PolicyActor):
     A multi-agent network acts for the only group.
     With `initial_state` ``policy(obs, state)`` returns a tuple: these outputs, and the next state as a dict with the
     keys of `initial_state`.
+    Parameters of the names ``masks``, ``env_state`` and ``alive`` get what `EnvSide.policy_keywords` returns.
     """
 
     def _set_up(self) -> None:
         self._call = _called_by_group(self._policy, self._envs)
+        self._names = _keywords_of(self._call, 2 if self._initial else 1)
 
     def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
         arguments = [self._envs.policy_input(inputs)]
         if self._initial:
             arguments.append({key[0] if len(key) == 1 else key: tensor for key, tensor in self._state.items()})
+        provided = self._envs.policy_keywords(inputs) if self._names else {}
         try:
-            result = self._call(*arguments)
+            result = self._call(*arguments, **{name: provided[name] for name in self._names})
         except Exception as error:
             takes_tensors = isinstance(self._policy, nn.Module) and isinstance(error, (TypeError, AttributeError))
             if not self._outputs and self._envs.has_agents and takes_tensors:
@@ -337,6 +336,20 @@ def _called_by_group(policy: Callable[..., Any], envs: EnvSide) -> Callable[...,
             f"group of agents to its continuous actions. {_with_keys(envs)}"
         )
     return lambda observations, *state: {group: policy(observations[group], *state)}
+
+
+def _keywords_of(policy: Callable[..., Any], num_positional: int) -> list[str]:
+    """Those of `KEYWORDS` that the policy takes by name, after so many positional arguments."""
+    if isinstance(policy, nn.Module):  # a compiled module's own `forward` names nothing
+        policy = getattr(policy, "_orig_mod", policy).forward
+    try:
+        signature = inspect.signature(policy)
+        taken = signature.bind_partial(*[None] * num_positional).arguments
+    except (TypeError, ValueError):  # it has no signature, or does not take so many
+        return []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = {name: one for name, one in signature.parameters.items() if one.kind in by_name and name not in taken}
+    return [name for name in KEYWORDS if name in parameters]
 
 
 def _with_keys(envs: EnvSide) -> str:

@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from gymnasium import spaces
 from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
+from torch import Tensor
 
 from muster.envs.adapt import with_torchrl
 from muster.errors import ConfigError
@@ -15,6 +18,7 @@ from muster.pickling import MAKE_VEC, called_as
 from muster.rollout.env_side import EnvSide, discounts
 from muster.rollout.fields import Array, Field, FieldTree, Key, flat
 from muster.rollout.multi_agent_side import MultiAgentEnvs
+from muster.spaces.masks import MASK, usable
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
 
@@ -30,22 +34,48 @@ COLLECTOR = replace(
 
 
 class SingleAgentEnvs(EnvSide):
-    """A vector env with Gymnasium's API, Muster's or any other."""
+    """A vector env with Gymnasium's API, Muster's or any other.
+
+    Where an observation of a Dict space, or the infos of the first reset, hold an ``"action_mask"`` ``[n]`` of a
+    Discrete action space, the field ``("action_mask",)`` has it as bool: all True where the env gives none, or allows
+    nothing.
+    """
+
+    _mask_at: int | None = None  # the number of the observation field with the masks
 
     def __init__(self, envs: GymnasiumVectorEnv[Any, Any, Any]) -> None:
         super().__init__(envs)
         self._observation = FieldTree(envs.single_observation_space, ("observation",), at_root=True)
         self._action = FieldTree(envs.single_action_space, ("action",))
-        self.observation_fields = self._observation.fields
+        self.observation_fields = [*self._observation.fields]
         names = ("reward", "discount") if self.has_discounts else ("reward",)
         self.reward_fields = [Field((name,), (), np.dtype(np.float32)) for name in names]
         self.action_fields = self._action.fields
         self.action_spaces = self._action.spaces
         self.masks = [None] * len(self.action_fields)
+        self._choices = int(space.n) if isinstance(space := envs.single_action_space, spaces.Discrete) else 0
+        named = [i for i, field in enumerate(self.observation_fields) if field.key[0] == MASK]
+        self.fields_known = bool(named) or not self._choices
+        if self._choices and [self.observation_fields[i][:2] for i in named] == [((MASK,), (self._choices,))]:
+            self.have_masks(named[0])
+
+    def have_masks(self, at: int) -> None:
+        """Makes the observation field of this number that of masks, or adds it."""
+        self.observation_fields[at : at + 1] = [Field((MASK,), (self._choices,), np.dtype(np.bool_))]
+        self.masks, self._mask_at = [at], at
 
     def policy_input(self, rows: Sequence[Any]) -> Any:
         """The tensor of the observation, or a dict or tuple of tensors."""
+        at, own = self._mask_at, self._observation.fields
+        if at is not None and at < len(own):  # as the env gives it
+            rows = [*rows[:at], rows[at].to(torch.from_numpy(np.empty(0, own[at].dtype)).dtype), *rows[at + 1 :]]
         return self._observation.join(rows)
+
+    def policy_keywords(self, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """Bool masks ``[N, n]``, None where the env has none; no state; and ``alive`` ``[N]``, all True."""
+        masks = None if self._mask_at is None else rows[self._mask_at]
+        alive = torch.ones(len(rows[0]), dtype=torch.bool, device=rows[0].device)
+        return {"masks": masks, "env_state": None, "alive": alive}
 
     def output_keys(self, outputs: Any) -> dict[Key, Any]:
         """The outputs by key. outputs: an action, or a dict with ``"action"`` in it."""
@@ -54,13 +84,31 @@ class SingleAgentEnvs(EnvSide):
     def final(self, infos: dict[str, Any], row: int) -> list[Array] | None:
         if "final_obs" not in infos or infos["final_obs"][row] is None:
             return None
-        return self._observation.split(infos["final_obs"][row])
+        leaves = self._observation.split(infos["final_obs"][row])
+        return self._with_masks(leaves, infos.get("final_info", {}), len(infos["final_obs"]), row)
 
     def mark_cut(self, before: Sequence[Array], after: Sequence[Array], rewards: Sequence[Array], ids: Array) -> None:
         """Does nothing: the flags of the env are enough."""
 
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
-        return self._observation.split(obs)
+        if not self.fields_known:  # this is the first reset
+            self.fields_known, first = True, np.argmax(infos.get(f"_{MASK}", 1))
+            if isinstance(column := infos.get(MASK), np.ndarray) and np.shape(column[first]) == (self._choices,):
+                self.have_masks(len(self.observation_fields))
+        leaves = self._observation.split(obs)
+        return leaves if self._mask_at is None else self._with_masks(leaves, infos, len(leaves[0]))
+
+    def _with_masks(self, leaves: list[Array], infos: dict[str, Any], count: int, row: Any = ...) -> list[Array]:
+        """The leaves of observations, with masks as bool, those of `row` among the `count` that `infos` are of."""
+        if (at := self._mask_at) is None:
+            return leaves
+        if at == len(leaves):
+            masks = np.ones((count, self._choices), np.bool_)
+            for i in np.flatnonzero(infos.get(f"_{MASK}", np.full(count, MASK in infos))).tolist():
+                masks[i] = infos[MASK][i]
+            leaves.append(masks[row])
+        leaves[at] = usable(leaves[at])
+        return leaves
 
     def _rewards(self, rewards: Any, terminated: Array, infos: dict[str, Any]) -> list[Array]:
         return [rewards, discounts(terminated, infos)] if self.has_discounts else [rewards]

@@ -100,6 +100,16 @@ class InfoColumns:
             return info
         return self._decode(self._columns(int(self._host_of[env]), schema), env, which, objects)
 
+    def latest(self, ids: Array, key: str) -> dict[int, Array]:
+        """The arrays under `key` in the last infos of the envs `ids`, by env; none of these owes an answer."""
+        found = {}
+        for env in ids[self._last_schemas[ids] >= InfoSchema.FIRST].tolist():
+            known, at = self._schemas[self._host_of[env]], self._last_schemas[env] - InfoSchema.FIRST
+            for column in known[at] if at < len(known) else ():  # those of a worker that died are forgotten
+                if column[0] == key and column[1] == InfoKind.ARRAY:
+                    found[env] = self._column(column, InfoRow.STEP)[env]
+        return found
+
     def _plan(self, ids: Array, schemas: Array) -> ReadPlan:
         provided = schemas != InfoSchema.EMPTY
         pairs = set(zip(self._host_of[ids[provided]].tolist(), schemas[provided].tolist(), strict=True))

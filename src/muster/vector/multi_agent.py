@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from muster._core import FLAG_NAMES, split_agents
+from muster._core import FLAG_NAMES, split_agents, verb
 from muster.envs import layout
 from muster.envs.agents import AWAY
 from muster.envs.groups import Agent
 from muster.errors import CannotTravel, EnvError
 from muster.introspection import caller_stacklevel
 from muster.spaces.compare import handed_out
+from muster.spaces.masks import obey
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, merge
 from muster.vector.parts import Assembled
@@ -88,6 +89,22 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         if self._action_space is None:
             self._action_space = self._layout.action_space(self.num_envs)
         return self._action_space
+
+    @verb
+    def sample_actions(self) -> dict[str, Any]:
+        """Random actions ``[N, A, ...]`` by group that the envs allow, of `action_space`, whose ``seed`` seeds them.
+
+        Of n choices an agent has those of the last ``infos["action_mask"]``; all of them without one, and while the env
+        owes an answer.
+        """
+        ids, actions = self._backend.settled(), self.action_space.sample()
+        rows = self._backend.obs_again(ids, copies=False)
+        for group, masks in zip(self._layout.mask_shapes, rows[layout.MASKS], strict=True):
+            space = self._layout.action_spaces[group]
+            if isinstance(space, spaces.Discrete) and masks.shape[2:] == (space.n,) and rows[layout.HAS_MASKS].any():
+                own, rng = actions[group], self.action_space[group].np_random
+                own[ids] = obey(own[ids], space.start, masks, rng)
+        return actions
 
     @property
     def state_space(self) -> spaces.Space[Any] | None:

@@ -28,6 +28,7 @@ from muster.vector import checks
 from muster.vector.parts import Assembled
 from muster.vector.raisers import raise_env_error
 from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Floats, Rows, StepResult, counts_of, stats_of
+from muster.vector.sampling import sample_actions
 
 _WATCH_S = 0.05
 StepT = TypeVar("StepT", StepResult, AgentsStepResult)
@@ -454,8 +455,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
         """The observations and infos of all envs after a reset of the envs `ids`, whose infos are `infos`."""
         infos = {key: spread(column, ids, self.num_envs) for key, column in infos.items()}
-        objects = [self._backend.objects_again(env) for env in range(self.num_envs)]
-        return self._backend.slab.obs_batch(self._all, objects, copies), infos
+        return self._backend.obs_again(self._all, copies=copies), infos
 
 
 copyreg.pickle(type(SteppedEnvs.step), lambda step: step.__qualname__)  # by its name, as a function; a copy is itself
@@ -478,8 +478,16 @@ class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, an
         spaces = assembled.spaces
         self.single_observation_space = handed_out(spaces.single_observation)
         self.single_action_space = handed_out(spaces.single_action)
-        self.observation_space, self.action_space = spaces.observation, spaces.action
-        self.spec = assembled.facts.spec
+        self.observation_space, self.action_space, self.spec = spaces.observation, spaces.action, assembled.facts.spec
+
+    @verb
+    def sample_actions(self) -> Any:
+        """Random actions ``[N, ...]`` that the envs allow, of `action_space`, whose ``seed`` seeds them.
+
+        Of n choices an env allows what an array ``"action_mask"`` ``[n]`` in its last observation or infos says; all of
+        them without one, where that is all False, and while the env owes an answer.
+        """
+        return sample_actions(self, self._backend, self.info_reader.columns)
 
     @property
     def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]  # as Gymnasium's own vector envs
