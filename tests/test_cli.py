@@ -80,7 +80,7 @@ def test_a_run_too_short_for_an_episode_says_so(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
-        (("pettingzoo/sisl/multiwalker_v9",), 1, "has several agents"),
+        (("CartPole-v1", "--critic", "own"), 2, "--critic is for envs with agents"),
         (
             ("CartPole-v1", "--num-workers", "17"),
             2,

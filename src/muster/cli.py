@@ -85,7 +85,7 @@ def overview(words: Sequence[str]) -> int:
 
 
 def train(words: Sequence[str]) -> int:
-    """train a policy with PPO, and plot its learning curve"""
+    """train a policy, or those of agents, and plot the learning curve"""
     needed = ("torch", "tensordict", "tensorboard", "matplotlib")  # the last two not until a rollout has been made
     with imports_for("this command needs", "muster-rl[train]", *needed):
         from muster.training import runs
@@ -98,7 +98,7 @@ def train(words: Sequence[str]) -> int:
     if order.seeds is not None:
         stopped = train_seeds(plan, order.seeds, console, run_dir=where)
     else:
-        with plan.trusting(where, order.trust), runs.start_ppo(plan, console) as ppo:
+        with plan.trusting(where, order.trust), runs.start_algorithm(plan, console) as ppo:
             resume, rate = order.resume, order.learning_rate
             stopped = runs.train(plan, ppo, console, run_dir=where, resume=resume, learning_rate=rate)
     return 0 if stopped is None else SIGNALLED + stopped
@@ -116,10 +116,10 @@ def evaluate(words: Sequence[str]) -> int:
     options = EvalOptions(**Parser("muster eval", (EvalOptions,)).read(words))
     if options.run is None:
         raise ConfigError("name the folder of a RUN, as muster train has made it")
-    policy = load_policy(options.run, checkpoint=options.checkpoint, sample=options.sample)
-    plan, console = policy.plan, run_console()
     if options.trust:
         find_here()
+    policy = load_policy(options.run, checkpoint=options.checkpoint, sample=options.sample, trust=options.trust)
+    plan, console = policy.plan, run_console()
     played: dict[str, Any] = {"seed": options.seed, "max_steps": options.max_steps}
     with plan.trusting(options.run, options.trust):
         if options.video is not None:

@@ -13,8 +13,10 @@ from torch.distributions import Categorical, Normal
 from torch.testing import assert_close
 
 from muster.algorithms.actor_critic import ActorCritic, Categoricals, Gaussian
-from muster.algorithms.encoder import Encoder, kind_of
-from muster.errors import UsageError
+from muster.algorithms.encoder import Encoder, as_observation, kind_of
+from muster.errors import ConfigError, UsageError
+
+IMAGE, SPEEDS = spaces.Box(0, 255, (8, 10, 4), np.uint8), spaces.Box(-1, 1, (2,), np.float32)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -55,7 +57,7 @@ def test_every_observation_gets_action_parameters_and_a_value(space: gym.Space[A
     params, values = policy(obs)
     assert params.shape == (5, 3)
     assert values.shape == (5,)
-    assert policy.act(obs, generator()).shape == (5, 1)
+    assert policy.head.sample(policy.decide(obs)[0], generator()).shape == (5, 1)
 
 
 def test_images_mean_the_same_with_channels_first_or_last():
@@ -77,6 +79,81 @@ def test_grey_and_stacked_images_are_seen_as_those_with_channels():
     assert_close(Encoder(bare, generator())(obs[:, 0]), Encoder(grey, generator())(obs[:, 0].unsqueeze(-1)))
 
 
+SMALL = [
+    *((side, side) for side in range(8, 36)),
+    *((1, side, side) for side in (8, 11, 12, 25, 35)),
+    *((3, side, side) for side in (8, 11, 12, 25, 35)),
+    *((side, side, 4) for side in (8, 12, 35)),
+    *((side, side, 3) for side in (26, 32)),
+    *((4, side, side) for side in (8, 23)),
+    *((4, 3, side, side) for side in (8, 10)),
+    *((4, 30, 30, 3), (1, 30, 45), (30, 45, 1), (9, 80), (80, 9, 2), (12, 32, 32), (32, 32, 12)),
+]
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_small_images_are_seen_by_a_cnn_down_to_the_last_pixel(shape: tuple[int, ...]):
+    space = spaces.Box(0, 255, shape, np.uint8)
+    encoder = Encoder(space, generator())
+    assert kind_of(space) == "images"
+    obs = torch.full((1, *shape), 100.0, requires_grad=True)
+    features = encoder(obs)
+    assert features.shape == (1, encoder.num_features)
+    (features * torch.randn(features.shape, generator=generator())).sum().backward()
+    assert obs.grad is not None
+    assert obs.grad.all()  # each pixel of each channel counts
+
+
+@pytest.mark.parametrize("side", [8, 11, 26, 35])
+def test_small_images_mean_the_same_with_channels_first_or_last(side: int):
+    first, last = (spaces.Box(0, 255, shape, np.uint8) for shape in ((4, side, side + 1), (side, side + 1, 4)))
+    obs = batch_of(first, 2)
+    assert_close(Encoder(first, generator())(obs), Encoder(last, generator())(obs.permute(0, 2, 3, 1)))
+
+
+def test_images_from_36_pixels_on_have_the_network_of_mnih_et_al():
+    rng, channels, side = generator(), 4, 84
+    expected = []
+    for filters, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+        empty = torch.empty(filters, channels, kernel, kernel)
+        expected.append(torch.nn.init.orthogonal_(empty, 2**0.5, generator=rng))
+        channels, side = filters, (side - kernel) // stride + 1
+    expected.append(torch.nn.init.orthogonal_(torch.empty(512, 64 * side * side), 2**0.5, generator=rng))
+    encoder = Encoder(spaces.Box(0, 255, (4, 84, 84), np.uint8), generator())
+    weights = [weights for name, weights in encoder.named_parameters() if name.endswith("weight")]
+    assert all(torch.equal(*pair) for pair in zip(weights, expected, strict=True))
+    pixels = batch_of(spaces.Box(0, 255, (4, 84, 84), np.uint8), 2).float() / 255
+    x = pixels
+    for kernel, stride in zip(expected[:3], (4, 2, 1), strict=True):
+        x = torch.nn.functional.conv2d(x, kernel, stride=stride).relu()
+    assert_close(encoder(pixels * 255), (x.flatten(1) @ expected[3].T).relu())
+
+
+def test_the_first_kernel_sees_one_sprite_at_a_time():
+    space = spaces.Box(0, 255, (88, 88, 3), np.uint8)
+    encoder = Encoder(space, generator(), sprite=8)
+    first = encoder.cnn[0]
+    weights = {name: tuple(one.shape) for name, one in encoder.named_parameters() if name.endswith("weight")}
+    assert list(weights.values()) == [(32, 3, 8, 8), (64, 32, 3, 3), (64, 64, 3, 3), (512, 64 * 7 * 7)]
+    blank = torch.zeros(1, 88, 88, 3, dtype=torch.uint8)
+    drawn = blank.clone()
+    drawn[0, 8:16, 80:, :] = 255  # the sprite in row 1, column 10
+    changed = (first(drawn.permute(0, 3, 1, 2) / 255) - first(blank.permute(0, 3, 1, 2) / 255)).abs().sum(1)
+    assert changed.nonzero().tolist() == [[0, 1, 10]]
+    assert encoder(drawn).shape == (1, 512)
+
+
+@pytest.mark.parametrize("shape", [(36, 36, 3), (168, 240, 3), (12, 12, 4)], ids=str)
+def test_few_and_many_sprites_are_seen(shape: tuple[int, ...]):
+    space = spaces.Box(0, 255, shape, np.uint8)
+    assert Encoder(space, generator(), sprite=12)(batch_of(space, 2)).shape == (2, 512)
+
+
+def test_images_of_no_whole_sprites_are_refused():
+    with pytest.raises(UsageError, match="multiples of 8 pixels, but this env's are 84 x 90. Leave it out"):
+        Encoder(spaces.Box(0, 255, (84, 90, 3), np.uint8), generator(), sprite=8)
+
+
 def test_rows_of_bytes_are_divided_by_255_unless_they_were_normalised():
     encoder = Encoder(spaces.Box(0, 255, (2,), np.uint8), generator())
     assert_close(encoder(torch.tensor([[51, 255]], dtype=torch.uint8)), torch.tensor([[0.2, 1.0]]))
@@ -94,6 +171,17 @@ def test_rows_of_bytes_are_divided_by_255_unless_they_were_normalised():
         (spaces.Box(0, 255, (2, 7, 7, 3), np.uint8), "bytes"),
         (spaces.Box(0, 255, (7, 7, 3), np.uint8), "grid"),
         (spaces.Box(0, 255, (7, 7), np.uint8), "grid"),
+        (spaces.Box(0, 255, (7, 40, 3), np.uint8), "grid"),
+        (spaces.Box(0, 255, (8, 8, 3), np.uint8), "grid"),  # MiniGrid's maps
+        (spaces.Box(0, 255, (16, 8, 3), np.uint8), "grid"),
+        (spaces.Box(0, 255, (25, 25, 3), np.uint8), "grid"),
+        (spaces.Box(0, 255, (25, 25, 20), np.uint8), "grid"),  # planes, as OneHotPartialObsWrapper has them
+        (spaces.Box(0, 255, (9, 9, 20), np.uint8), "grid"),
+        (spaces.Box(0, 255, (8, 8, 8), np.uint8), "grid"),
+        (spaces.Box(0, 99, (21, 79), np.uint8), "grid"),
+        (spaces.Box(0, 15, (21, 79), np.uint8), "codes"),  # NetHack's colours
+        (spaces.Box(0, 1, (10, 10, 4), np.bool_), "numbers"),  # MinAtar
+        (spaces.Box(0, 1, (8, 8, 111), np.bool_), "numbers"),  # chess
         (spaces.Box(0, 10, (7, 7, 3), np.uint8), "codes"),
         (spaces.Box(0, 1, (20,), np.int8), "codes"),
         (spaces.Box(0, 255, (128,), np.uint8), "bytes"),
@@ -159,12 +247,8 @@ def test_values_are_in_the_units_of_returns_however_large():
 
 @pytest.mark.parametrize(
     ("space", "remedy"),
-    [
-        (spaces.Text(5), "such as .*FlattenObservation"),
-        (spaces.Dict({"a": spaces.Discrete(2)}), "such as .*FlattenObservation"),
-        (spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}), "which you have to write"),
-    ],
-    ids=str,
+    [(spaces.Text(5), "such as .*FlattenObservation"), (spaces.Sequence(SPEEDS), "which you have to write")],
+    ids=["Text", "Sequence"],
 )
 def test_other_observations_are_refused_with_the_remedy(space: gym.Space[Any], remedy: str):
     with pytest.raises(UsageError, match=f"MultiBinary observations, but this env has .* with a wrapper, {remedy}"):
@@ -269,3 +353,62 @@ class TestGaussian:
         head = Gaussian(space)
         actions = head.to_env(10 * torch.randn(50, head.num_params, generator=generator()))
         assert all(space.contains(action) for action in actions)
+
+
+class TestMixedObservations:
+    def test_the_features_of_each_part_stand_in_the_order_of_the_keys(self):
+        space = spaces.Dict([("turn", spaces.Discrete(3)), ("image", IMAGE), ("at", SPEEDS)])
+        encoder = Encoder(space, generator())
+        image, at = batch_of(IMAGE, 2), torch.tensor([[0.5, -1.0], [0.0, 2.0]])
+        features = encoder(as_observation({"turn": torch.tensor([2, 0]), "image": image, "at": at}))
+        assert kind_of(space) == "mixed"
+        assert encoder.num_features == 2 + 512 + 3
+        assert_close(features[:, :2], at)
+        assert_close(features[:, 2:514], Encoder(IMAGE, generator())(image))
+        assert features[:, 514:].tolist() == [[0, 0, 1], [1, 0, 0]]
+
+    def test_the_order_of_a_dict_changes_no_weights(self):
+        parts = [("a", IMAGE), ("b", spaces.Box(0, 255, (3, 3), np.uint8))]
+        one, other = (Encoder(spaces.Dict(order), generator()) for order in (parts, parts[::-1]))
+        obs = as_observation({name: batch_of(part, 2) for name, part in parts})
+        assert torch.equal(one(obs), other(obs))
+
+    def test_tuples_and_dicts_may_lie_in_one_another(self):
+        space = spaces.Tuple([spaces.Dict({"at": SPEEDS, "on": spaces.MultiBinary(2)}), spaces.Tuple([SPEEDS])])
+        speeds, on = torch.tensor([[0.25, 0.5]]), torch.tensor([[1, 0]], dtype=torch.int8)
+        obs = as_observation(({"at": speeds, "on": on}, (2 * speeds,)))
+        assert set(obs.keys(include_nested=True, leaves_only=True)) == {("0", "at"), ("0", "on"), ("1", "0")}
+        assert Encoder(space, generator())(obs).tolist() == [[0.25, 0.5, 0, 1, 1, 0, 0.5, 1]]
+
+    def test_masks_and_parts_of_no_numbers_are_no_features(self):
+        nothing = spaces.Box(0, 1, (0,), np.float32)
+        space = spaces.Dict({"action_mask": spaces.MultiBinary(9), "at": SPEEDS, "nothing": nothing})
+        speeds = torch.tensor([[0.25, 0.5]])
+        obs = as_observation({"action_mask": torch.ones(1, 9), "at": speeds, "nothing": torch.ones(1, 0)})
+        assert torch.equal(Encoder(space, generator())(obs), speeds)
+        with pytest.raises(UsageError, match="at least one number, but this env has"):
+            Encoder(spaces.Dict({"action_mask": spaces.MultiBinary(9)}), generator())
+
+    def test_sprites_are_of_the_images_alone(self):
+        space = spaces.Dict({"rgb": spaces.Box(0, 255, (88, 88, 3), np.uint8), "ready": spaces.Box(0, 1, ())})
+        encoder = Encoder(space, generator(), sprite=8)
+        obs = as_observation({"rgb": batch_of(space["rgb"], 2), "ready": torch.ones(2)})
+        assert encoder(obs).shape == (2, 513)
+        assert (32, 3, 8, 8) in [weights.shape for weights in encoder.parameters()]
+
+    def test_hidden_layers_are_behind_an_image_with_numbers_but_not_behind_an_image(self):
+        mixed, alone = spaces.Dict({"image": IMAGE, "at": SPEEDS}), IMAGE
+        policies = [ActorCritic(space, spaces.Discrete(3), generator()) for space in (mixed, alone)]
+        assert [policy.encoder.needs_hidden for policy in policies] == [True, False]
+        assert [len(policy.actor) for policy in policies] == [5, 1]
+        params, values = policies[0](as_observation({"image": batch_of(IMAGE, 2), "at": torch.ones(2, 2)}))
+        assert (params.shape, values.shape) == ((2, 3), (2,))
+
+    @pytest.mark.parametrize(
+        "part",
+        [spaces.Text(5), spaces.Sequence(spaces.Discrete(2)), spaces.Graph(SPEEDS, None)],
+        ids=["Text", "Sequence", "Graph"],
+    )
+    def test_parts_without_a_fixed_shape_are_named(self, part: gym.Space[Any]):
+        with pytest.raises(ConfigError, match=r"^map\.1 is .*: without a fixed shape"):
+            Encoder(spaces.Dict({"map": spaces.Tuple([SPEEDS, part])}), generator())

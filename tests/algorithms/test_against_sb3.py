@@ -16,7 +16,8 @@ from torch.testing import assert_close
 
 import muster
 from muster.algorithms import PPO, PPOConfig
-from muster.algorithms.ppo import Rollout
+from muster.algorithms.learner import Rollout
+from muster.algorithms.ppo_parts import Rates
 
 ROWS = 64
 
@@ -72,7 +73,7 @@ def test_three_updates_of_many_minibatches_lead_to_the_same_weights(monkeypatch:
             with monkeypatch.context() as patch:
                 patch.setattr(torch, "randperm", Mock(side_effect=orders))
                 patch.setattr(np.random, "permutation", Mock(side_effect=[order.numpy() for order in orders]))
-                losses = ppo.update(rollout, 1e-3, clip_coef)
+                losses = ppo.learner.update(rollout, Rates(1e-3, clip_coef), ppo.collector.frames)
                 model.train()
             logged = model.logger.name_to_value
             assert losses.policy_loss == pytest.approx(logged["train/policy_gradient_loss"], abs=1e-5)
@@ -94,7 +95,7 @@ def test_losses_and_new_weights_are_those_of_stable_baselines3(env_id: str):
     noise = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(0))
     rollout = rollout._replace(log_probs=rollout.log_probs + 0.3 * noise[0], values=rollout.values + 0.5 * noise[1])
     model = sb3_like(ppo, env_id, rollout, learning_rate=config.learning_rate, vf_coef=0.5, ent_coef=0.01)
-    losses = ppo.update(rollout, config.learning_rate)
+    losses = ppo.learner.update(rollout, Rates(config.learning_rate, config.clip_coef), ppo.collector.frames)
     model.train()
     logged = model.logger.name_to_value
     assert losses.policy_loss == pytest.approx(logged["train/policy_gradient_loss"], abs=1e-5)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torch.testing import assert_close
 
+from muster.algorithms.encoder import Encoder, as_observation
 from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer, RunningMoments
 
 
@@ -31,9 +33,9 @@ def test_moments_survive_saving():
 
 
 def test_observations_come_to_mean_0_and_deviation_1_within_10():
-    normalizer = ObservationNormalizer((1,))
+    normalizer = ObservationNormalizer(spaces.Box(-1, 1, (1,)))
     obs = torch.tensor([[1.0], [3.0], [5.0], [7.0]])
-    normalizer.moments.update(obs)
+    normalizer.update(obs)
     seen = normalizer(obs)
     assert seen.dtype == torch.float32
     assert_close(seen, (obs - 4) / 5**0.5)
@@ -42,14 +44,68 @@ def test_observations_come_to_mean_0_and_deviation_1_within_10():
 
 
 def test_observations_before_any_was_seen_are_as_they_are():
-    assert_close(ObservationNormalizer((2,))(torch.tensor([[1.0, -2.0]])), torch.tensor([[1.0, -2.0]]))
+    assert_close(
+        ObservationNormalizer(spaces.Box(-1, 1, (2,)))(torch.tensor([[1.0, -2.0]])), torch.tensor([[1.0, -2.0]])
+    )
+
+
+def test_statistics_of_a_box_load_as_older_checkpoints_have_them():
+    normalizer = ObservationNormalizer(spaces.Box(-1, 1, (2,)))
+    state = {
+        "mean": torch.tensor([1.0, 2.0], dtype=torch.float64),
+        "var": torch.tensor([4.0, 16.0], dtype=torch.float64),
+        "count": 3,
+    }
+    normalizer.load(state)
+    assert_close(normalizer(torch.tensor([[3.0, 2.0]])), torch.tensor([[1.0, 0.0]]))
+    assert normalizer.to_dict().keys() == state.keys()
+    assert normalizer.to_dict()["count"] == 3
+
+
+PARTS = spaces.Dict(
+    {
+        "at": spaces.Box(-1, 1, (1,), np.float64),
+        "image": spaces.Box(0, 255, (8, 8), np.uint8),
+        "rest": spaces.Tuple([spaces.Box(0, 255, (1,), np.uint8), spaces.Discrete(5)]),
+    }
+)
+
+
+def test_each_measurement_of_a_dict_has_its_own_statistics():
+    normalizer = ObservationNormalizer(PARTS)
+    image = torch.full((4, 8, 8), 200, dtype=torch.uint8)
+    obs = as_observation(
+        {
+            "at": torch.tensor([[1.0], [3.0], [5.0], [7.0]], dtype=torch.float64),
+            "image": image,
+            "rest": (torch.tensor([[10], [30], [50], [70]], dtype=torch.uint8), torch.tensor([4, 0, 0, 0])),
+        }
+    )
+    normalizer.update(obs[:0])
+    normalizer.update(obs[:1])
+    normalizer.update(obs[1:])
+    seen = normalizer(obs)
+    expected = torch.tensor([[-3.0], [-1.0], [1.0], [3.0]]) / 5**0.5
+    for key in ("at", ("rest", "0")):
+        assert seen[key].dtype == torch.float32
+        assert_close(seen[key], expected)
+    assert torch.equal(seen["image"], image)
+    assert torch.equal(seen["rest", "1"], obs["rest", "1"])
+    assert obs["rest", "0"].dtype == torch.uint8  # what is given stays as it is
+    features = Encoder(PARTS, torch.Generator())(seen)
+    assert_close(features[:, 513:514], expected)  # bytes that were normalised are not divided by 255
+
+    other = ObservationNormalizer(PARTS)
+    other.load(normalizer.to_dict())
+    assert torch.equal(other(obs)["rest", "0"], seen["rest", "0"])
+    assert len(normalizer.state_dict()) == 4  # means and variances follow with the weights
 
 
 @pytest.mark.parametrize("parts", [(), (2,), (1, 3)])
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns(parts: tuple[int, ...]):
     rewards = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
     done = torch.tensor([[False], [True], [False], [False]])
-    normalizer = RewardNormalizer(1, gamma=0.5)
+    normalizer = RewardNormalizer((1,), gamma=0.5)
     mask = torch.ones(4, 1, dtype=torch.bool)
     for part in np.split(np.arange(4), parts):
         last = normalizer.update(rewards[part], done[part], mask[part])
@@ -58,7 +114,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns(parts: tuple
 
 
 def test_masked_rows_count_for_nothing():
-    normalizer = RewardNormalizer(1, gamma=0.5)
+    normalizer = RewardNormalizer((1,), gamma=0.5)
     rewards = torch.tensor([[4.0], [float("nan")], [2.0]])
     mask = torch.tensor([[True], [False], [True]])
     given = normalizer.update(rewards, torch.zeros(3, 1, dtype=torch.bool), mask)

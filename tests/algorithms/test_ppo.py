@@ -25,7 +25,6 @@ from torch.testing import assert_close
 
 import muster
 from muster.algorithms import PPO, ActorCritic, PPOConfig
-from muster.algorithms.ppo import Rollout
 from muster.errors import ConfigError, TrainingDiverged, UsageError
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
@@ -229,19 +228,19 @@ class TestProgress:
     def test_target_kl_ends_an_update_before_the_minibatch_that_finds_the_policy_too_far(self):
         with ppo_on("CartPole-v1", num_minibatches=1, update_epochs=50, target_kl=1e-4) as ppo:
             metrics = ppo.iterate()
-            assert int(ppo.optimizer.state[ppo.policy.critic[0].weight]["step"]) == 1
+            assert int(ppo.learner.optimizer.state[ppo.policy.critic[0].weight]["step"]) == 1
         assert metrics.losses.approx_kl > 1e-4  # of both minibatches together, the second of which took no step
 
     def test_target_kl_leaves_a_margin_of_a_half(self):
         steps = []
         for target in (1.0, 1 / 1.4, 1 / 1.6):
             with ppo_on("CartPole-v1", num_minibatches=1, update_epochs=3, target_kl=target) as ppo:
-                inner = ppo._loss
-                ppo._loss = lambda rows, inner=inner: (lambda loss, parts: (loss, parts.index_fill(0, AT_KL, 1.0)))(
-                    *inner(rows)
-                )
+                inner = ppo.learner.loss
+                ppo.learner.loss = lambda *given, inner=inner: (
+                    lambda loss, parts: (loss, parts.index_fill(0, AT_KL, 1.0))
+                )(*inner(*given))
                 ppo.iterate()
-                steps.append(len(ppo.optimizer.state))
+                steps.append(len(ppo.learner.optimizer.state))
         assert [bool(count) for count in steps] == [True, True, False]
 
     def test_any_gymnasium_vector_env_will_do(self):
@@ -362,10 +361,10 @@ class TestOneStateAnIteration:
 def interrupt(ppo: PPO, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the next iteration end with a Ctrl-C at a place of its own."""
     target, name, calls_before = {
-        "act": (ppo.policy, "act", 7),
-        "after rollout": (ppo, "update", 0),
-        "first minibatch": (ppo, "_loss", 0),
-        "fifth minibatch": (ppo, "_loss", 4),
+        "act": (ppo.policy, "decide", 7),
+        "after rollout": (ppo.learner, "update", 0),
+        "first minibatch": (ppo.learner, "loss", 0),
+        "fifth minibatch": (ppo.learner, "loss", 4),
     }[where]
     inner, calls = getattr(target, name), itertools.count()
 
@@ -378,7 +377,7 @@ def interrupt(ppo: PPO, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ppo.collector.policy = lambda obs, explore=ppo.collector.policy: (interrupted(obs), explore(obs))[1]
         ppo.collector._actors = [ppo.collector._actor(part) for part in ppo.collector._stepping.parts]
     else:
-        monkeypatch.setattr(ppo, name, interrupted)
+        monkeypatch.setattr(target, name, interrupted)
 
 
 class Glitch(Clock):
@@ -531,8 +530,9 @@ class TestSchedule:
     def test_the_clip_range_falls_in_a_line_too(self):
         seen = []
         with ppo_on(Clock, total_steps=4 * 128, anneal_clip=True) as ppo:
-            for _ in ppo.train():
-                seen.append(ppo._clip_coef)
+            inner = ppo.learner.update
+            ppo.learner.update = lambda rows, rates, steps: (seen.append(rates.clip_coef), inner(rows, rates, steps))[1]
+            list(ppo.train())
         assert_close(seen, [0.2, 0.15, 0.1, 0.05])
 
 
@@ -562,11 +562,11 @@ class TestLosses:
         with ppo_on(Clock, clip_vloss=clips) as ppo:
             rows = ppo.collect_rollout()
             ppo.policy.forward = lambda obs: (torch.zeros(3, 2), torch.tensor([0.5, 4.0, 10.0]))
-            rows = Rollout(*(tensor[:3] for tensor in rows))._replace(
+            rows = rows.at(torch.arange(3))._replace(
                 # Moved from 0 to 0.5 and from 3 to 4, which count as 0.2 and 3.2; the last stays where it was.
                 values=torch.tensor([0.0, 3.0, 10.0]), targets=torch.tensor([1.0, 7.0, 12.0])
             )  # fmt: skip
-            _, figures = ppo._loss(rows)
+            _, figures = ppo.learner.loss(rows, ppo.config.clip_coef)
         assert_close(figures[1].item(), expected)
 
 
@@ -576,14 +576,14 @@ class TestNormalization:
         with ppo_on(Clock, normalize_observations=True, num_envs=1, num_steps=7, num_minibatches=1) as ppo:
             ppo.iterate()
             statistics = copy.deepcopy(ppo.observations)
-            evaluate = ppo._evaluate
-            ppo._evaluate = lambda obs: (seen.append(obs), evaluate(obs))[1]
+            evaluate = ppo.learner._evaluate
+            ppo.learner._evaluate = lambda obs, *rest: (seen.append(obs), evaluate(obs, *rest))[1]
             rollout = ppo.collect_rollout()
-        # The second rollout begins with clock 2; the last and the final observation are normalised beside its rows.
-        expected = statistics(torch.tensor([[2.0], [3.0], [4.0], [0.0], [1.0], [2.0], [3.0], [4.0]]))
-        assert_close(seen[0], expected)
-        assert_close(seen[1], statistics(torch.tensor([[5.0]])))
-        assert_close(rollout.observations, expected[:-1])
+        # The second rollout begins with clock 2; the final and the last observation are normalised as its rows are.
+        rows, last, final = ([2.0, 3.0, 4.0, 0.0, 1.0, 2.0, 3.0], [4.0], [5.0])
+        for had, clocks in zip(seen, (rows, last, final), strict=True):
+            assert_close(had, statistics(torch.tensor(clocks).unsqueeze(1)))
+        assert_close(rollout.observations, seen[0])
 
     @pytest.mark.slow
     def test_it_learns_from_observations_and_rewards_of_any_size(self):

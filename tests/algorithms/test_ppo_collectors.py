@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 from local_nodes import LocalNodes
 from muster.algorithms import PPO, ActorCritic, PPOConfig
-from muster.algorithms.actor_critic import as_seen
+from muster.algorithms.actor_critic import CHOSEN, Gaussian, as_seen
 from muster.errors import ConfigError, TrainingDiverged, WorkerDied
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,11 +33,17 @@ def ppo_on(env: Any, collectors: dict[str, Any] = FORKED, policy: ActorCritic | 
     return PPO(env, PPOConfig(**SMALL | options), policy, collectors=collectors)
 
 
-class Surest(ActorCritic):
-    """Acts by what is likeliest, so that an action tells which weights and statistics it is of."""
+class Sure(Gaussian):
+    """Draws what is likeliest, so that an action tells which weights and statistics it is of."""
 
-    def act(self, obs: torch.Tensor, rng: torch.Generator | None = None) -> torch.Tensor:
-        return self.best(obs)
+    def sample(self, params: torch.Tensor, rng: torch.Generator | None = None) -> torch.Tensor:
+        return self.mode(params)
+
+
+class Surest(ActorCritic):
+    def __init__(self, observation_space: Any, action_space: Any, rng: torch.Generator) -> None:
+        super().__init__(observation_space, action_space, rng)
+        self.head = Sure(action_space)
 
 
 class Drift(gym.Env[Any, Any]):
@@ -82,8 +88,10 @@ def test_each_row_is_acted_by_the_weights_and_statistics_of_the_learner(monkeypa
             batch = collect()
             assert (batch["collector", "policy_version"] == ppo.collector.policy_version).all()
             with torch.no_grad():
-                expected = policy.best(as_seen(batch["observation"].flatten(0, 1), ppo.observations))
-            assert_close(batch["chosen"].flatten(0, 1), expected)
+                expected = policy.head.mode(
+                    policy.decide(as_seen(batch["observation"].flatten(0, 1), ppo.observations))[0]
+                )
+            assert_close(batch[CHOSEN].flatten(0, 1), expected)
             means.append(expected.mean())
             return batch
 

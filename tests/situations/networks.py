@@ -136,7 +136,8 @@ situations(
         "normalised images": ppo(
             functools.partial(Observing, spaces.Box(0, 255, (36, 36, 3), "uint8")), normalize_observations=True
         ),
-        "observations that it has no network for": ppo(functools.partial(Observing, spaces.Dict({"x": BOX}))),
+        "observations that it has no network for": ppo(functools.partial(Observing, spaces.Text(5))),
+        "a part of observations without a shape": ppo(functools.partial(Observing, spaces.Dict(x=spaces.Text(5)))),
         "actions that it has no distribution for": ppo(functools.partial(Observing, BOX, spaces.Dict({"x": BOX}))),
         "continuous actions of integers": ppo(functools.partial(Observing, BOX, spaces.Box(0, 9, (1,), "int32"))),
     },

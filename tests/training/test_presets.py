@@ -17,7 +17,7 @@ from gymnasium.envs.registration import EnvSpec
 import muster
 import programs
 from command import muster as run_muster
-from muster.algorithms import PPO, PPOConfig
+from muster.algorithms import PPO, MAPPOConfig, PPOConfig
 from muster.training.presets import PRESETS, Preset, preset_for
 
 NUMBERS, BIG_IMAGE = spaces.Box(-1, 1, (4,), np.float32), spaces.Box(0, 255, (96, 96, 3), np.uint8)
@@ -44,7 +44,12 @@ TURNS, TORQUES = spaces.Discrete(2), spaces.Box(-1, 1, (2,), np.float32)
             "numbers",
         ),  # as FlatObsWrapper has it
         ("my_game:Game", spaces.Box(0, 255, (64, 64), np.uint8), TURNS, "images"),
-        ("minigrid_like.envs:Other", GRID, TURNS, "mixed observations"),
+        ("minigrid_like.envs:Other", GRID, TURNS, "mixed observations"),  # the mission is flattened
+        ("minigrid_like.envs:Other", spaces.Dict(image=GRID["image"], at=NUMBERS), TURNS, "images among others"),
+        ("minigrid.envs:Other", spaces.Dict(image=GRID["image"], at=NUMBERS), TURNS, "MiniGrid"),
+        ("my_game:Game", spaces.Tuple([TURNS, spaces.Dict(a=BIG_IMAGE)]), TORQUES, "images among others"),
+        ("my_game:Game", spaces.Dict(a=NUMBERS, b=spaces.Box(0, 9, (9, 9), np.uint8)), TURNS, "mixed observations"),
+        ("my_game:Game", spaces.Dict(a=NUMBERS, b=spaces.Sequence(TURNS)), TURNS, "mixed observations"),
         ("gymnasium.envs.toy_text.blackjack:BlackjackEnv", spaces.Tuple([TURNS, TURNS]), TURNS, "mixed observations"),
         ("gymnasium.envs.toy_text.taxi:TaxiEnv", spaces.Discrete(500), TURNS, "codes"),
         ("my_game:Game", NUMBERS, TURNS, "numbers"),
@@ -58,10 +63,11 @@ def test_an_env_has_the_row_of_its_family(entry_point: str | None, observations:
 
 
 def test_there_are_few_rows_of_valid_options_and_sources():
-    assert len(PRESETS) <= 14
+    assert len([preset for preset in PRESETS if not preset.agents]) <= 14
+    assert len([preset for preset in PRESETS if preset.agents]) <= 6
     assert len({preset.name for preset in PRESETS}) == len(PRESETS)
     for preset in PRESETS:
-        PPOConfig(**preset.config)
+        (MAPPOConfig if preset.agents else PPOConfig)(**preset.config)
         assert preset.source
         assert "-v" not in preset.package
 

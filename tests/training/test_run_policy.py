@@ -199,7 +199,7 @@ def damaged(config: dict[str, Any], folder: Path, name: str) -> None:
         ("no spaces", "says nothing of spaces; muster train --resume writes them"),
         ("odd spaces", "{'kind': 'Sequence'} describes no space"),
         ("other spaces", "checkpoint.pt is not that of the run in config.json: RuntimeError"),
-        ("no PPO", "is not that of a PPO run of this version of Muster"),
+        ("no PPO", "is not that of a run of this version of Muster, by PPO or MAPPO"),
         ("a list", "it holds a list, not a dict"),
         ("other state", "is not that of the run in config.json: KeyError: 'policy'"),
     ],

@@ -4,8 +4,9 @@ from muster.extras import imports_for
 
 with imports_for("muster.algorithms needs", "muster-rl[torch]", "torch", "tensordict"):
     from muster.algorithms.actor_critic import ActorCritic
+    from muster.algorithms.mappo import MAPPO
     from muster.algorithms.ppo import PPO
-    from muster.algorithms.ppo_config import PPOConfig
-    from muster.algorithms.ppo_parts import PPOMetrics
+    from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
+    from muster.algorithms.ppo_parts import MAPPOMetrics, PPOMetrics
 
-__all__ = ["ActorCritic", "PPO", "PPOConfig", "PPOMetrics"]
+__all__ = ["MAPPO", "PPO", "ActorCritic", "MAPPOConfig", "MAPPOMetrics", "PPOConfig", "PPOMetrics"]

@@ -6,29 +6,49 @@ Weights are drawn from a generator that the caller seeds; torch's global generat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 
-from muster.algorithms.encoder import Choices, Encoder, mlp
+from muster.algorithms.encoder import Choices, Encoder, as_observation, gru_cell, mlp
 from muster.algorithms.normalization import ObservationNormalizer
+from muster.algorithms.ppo_config import POLICIES, PPOConfig
 from muster.errors import TrainingDiverged, UsageError
+from muster.introspection import class_name
+from muster.recipes.named import callable_named
+
+# The keys in collectors, and in batches, of a policy's memory and of what it drew; no observation has such a key.
+MEMORY, CHOSEN = ("collector", "memory"), ("collector", "chosen")
+FORBIDDEN = -1e30  # the logit of a choice that is not allowed; of -inf the entropy would be nan
+
+
+class Sequences(NamedTuple):
+    """The memory of S sequences of L steps each; `AgentsPolicy` has A agents in each of them."""
+
+    start: Tensor  # [S, (A,) H], before the first step
+    keeps: Tensor  # [S, L, (A)] bool, whether there is memory before a step; else it begins with zeros
 
 
 class ActorCritic(nn.Module):
     """A policy and a value for one env: two networks of ``hidden_sizes``, or single layers on a shared CNN for images.
 
+    With memory a GRU stands before them (Cho et al. 2014, arXiv:1406.1078). Then `forward` and `decide` take the memory
+    before the step [B, H], and return that after it; or `Sequences`, for S * L observations.
+
     rng: what weights are drawn from; None for torch's global generator.
+    memory_size: H, the numbers of the memory; 0 for none.  judges: whether there is a value; without, only `decide`.
     hidden_sizes, activation: of both networks, except for images.  activation: a key of `muster.algorithms.encoder`'s
     ACTIVATIONS.  log_std_init: logarithm of the deviation that continuous actions start with, as `Gaussian` has it.
+    sprite: as for `Encoder`.
 
-    Raises UsageError for spaces other than Box, Discrete, MultiDiscrete and MultiBinary.
+    Raises UsageError for actions other than Box, Discrete, MultiDiscrete and MultiBinary, and as `Encoder` does.
     """
 
     def __init__(
@@ -37,36 +57,98 @@ class ActorCritic(nn.Module):
         action_space: gym.Space[Any],
         rng: torch.Generator | None = None,
         *,
+        memory_size: int = 0,
+        judges: bool = True,
         hidden_sizes: Sequence[int] = (64, 64),
         activation: str = "tanh",
         log_std_init: float = 0.0,
+        sprite: int | None = None,
     ) -> None:
         super().__init__()
-        self.encoder = Encoder(observation_space, rng)
+        self.memory_size = memory_size
+        self.encoder = Encoder(observation_space, rng, sprite)
+        seen = memory_size or self.encoder.num_features
+        if memory_size:
+            self.cell = gru_cell(self.encoder.num_features, memory_size, rng)
         self.head = (
             Gaussian(action_space, log_std_init) if isinstance(action_space, spaces.Box) else Categoricals(action_space)
         )
-        hidden = () if self.encoder.cnn is not None else hidden_sizes
-        inputs = [self.encoder.num_features, *hidden]
-        self.actor = mlp([*inputs, self.head.num_params], activation=activation, gain=0.01, rng=rng)
-        self.critic = mlp([*inputs, 1], activation=activation, gain=1.0, rng=rng)
+        hidden = hidden_sizes if self.encoder.needs_hidden else ()
+        self.actor = mlp([seen, *hidden, self.head.num_params], activation=activation, gain=0.01, rng=rng)
+        if judges:
+            self.critic = mlp([seen, *hidden, 1], activation=activation, gain=1.0, rng=rng)
 
-    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Parameters of the action distribution [B, P], and values [B], for observations [B, *obs_shape]."""
-        features = self.encoder(obs)
-        return self.actor(features), self.critic(features).squeeze(-1)
+    def forward(self, obs: Tensor, masks: Tensor | None = None, memory: Tensor | Sequences | None = None) -> Any:
+        """Parameters of the action distribution [B, P], and values [B], for observations [B, *obs_shape].
+
+        masks: of a Discrete action space, bool [B, n], the choices that are allowed; None for all.
+        """
+        seen, after = self._recall(self.encoder(obs), memory)
+        params, values = masked(self.actor(seen), masks), self.critic(seen).squeeze(-1)
+        return (params, values) if memory is None else (params, values, after)
+
+    def decide(
+        self, obs: Tensor, masks: Tensor | None = None, memory: Tensor | Sequences | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `forward`, without the values, and with None for memory where there is none."""
+        seen, after = self._recall(self.encoder(obs), memory)
+        return masked(self.actor(seen), masks), after
 
     def act(self, obs: Tensor, rng: torch.Generator | None = None) -> Tensor:
         """Actions [B, K] drawn for observations [B, *obs_shape]; ``head.to_env`` turns them into the env's."""
-        return self.head.sample(self.actor(self.encoder(obs)), rng)
+        return self.head.sample(self.decide(obs)[0], rng)
 
     def best(self, obs: Tensor) -> Tensor:
         """The likeliest actions [B, K] for observations [B, *obs_shape]."""
-        return self.head.mode(self.actor(self.encoder(obs)))
+        return self.head.mode(self.decide(obs)[0])
+
+    def _recall(self, features: Tensor, memory: Tensor | Sequences | None) -> tuple[Tensor, Tensor | None]:
+        """What actor and critic see, which is the memory after the steps where there is one; and that memory."""
+        if memory is None:
+            return features, None
+        if isinstance(memory, Tensor):
+            after: Tensor = self.cell(features, memory)
+            return after, after
+        steps, before = [], memory.start
+        seen = features.view(*memory.keeps.shape, -1)
+        for t in range(seen.shape[1]):
+            before = self.cell(seen[:, t], before.masked_fill(~memory.keeps[:, t].unsqueeze(-1), 0.0))
+            steps.append(before)
+        return torch.stack(steps, 1).flatten(0, 1), before
+
+
+def policy_of(
+    config: PPOConfig, observation_space: Any, action_space: Any, rng: torch.Generator, *, judges: bool = True
+) -> Any:
+    """The policy that the config names: an `ActorCritic`, or what a function of the user's makes of the two spaces.
+
+    judges: as for `ActorCritic`. Raises UsageError for what lacks the attributes of one, and what the function raises.
+    """
+    if config.policy in POLICIES:
+        with torch_threads(config.torch_threads):  # orthogonal weights differ with the number of threads
+            return ActorCritic(observation_space, action_space, rng, judges=judges, **config.network)
+    with (
+        torch.random.fork_rng([]),
+        torch_threads(config.torch_threads),
+    ):  # it draws its weights from torch's global generator
+        torch.manual_seed(rng.initial_seed())
+        policy = callable_named(config.policy)(observation_space, action_space)
+    missing = [name for name in ("parameters", "head", "decide") if not hasattr(policy, name)]
+    if missing:
+        raise UsageError(
+            f"{config.policy} made a {class_name(type(policy))} without {', '.join(missing)}. A policy is a module "
+            "that acts as muster.algorithms.ActorCritic does: derive it from that class"
+        )
+    return policy
+
+
+def masked(logits: Tensor, masks: Tensor | None) -> Tensor:
+    """Logits [..., n] by which no choice is drawn that ``masks``, bool [..., n], do not allow. None allows all."""
+    return logits if masks is None else logits.masked_fill(~masks, FORBIDDEN)
 
 
 class Categoricals(nn.Module):
-    """Independent categorical distributions over a space's choices. Parameters: logits [B, sum(nvec)]."""
+    """Independent categorical distributions over a space's choices. Parameters: logits [..., sum(nvec)]."""
 
     def __init__(self, space: gym.Space[Any]) -> None:
         super().__init__()
@@ -74,18 +156,18 @@ class Categoricals(nn.Module):
         self.num_params = sum(self.choices.nvec)
 
     def sample(self, params: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        """Actions [B, K] int64."""
+        """Actions [..., K] int64."""
         # The first of several exponential clocks to ring is drawn in proportion to their rates (the Gumbel-max trick).
         scores = params - torch.empty_like(params).exponential_(generator=rng).log_()
         return self.mode(scores)
 
     def mode(self, params: Tensor) -> Tensor:
-        """The likeliest actions [B, K] int64."""
+        """The likeliest actions [..., K] int64."""
         return torch.stack([s.argmax(-1) for s in torch.split(params, self.choices.nvec, -1)], -1)
 
     def log_prob_and_entropy(self, params: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy, [B] each, of actions [B, K]."""
-        log_prob, entropy = torch.zeros(2, len(params)).unbind()
+        """Log-probability and entropy, [...] each, of actions [..., K]."""
+        log_prob, entropy = torch.zeros(2, *params.shape[:-1]).unbind()
         for logits, chosen in zip(torch.split(params, self.choices.nvec, -1), actions.unbind(-1), strict=True):
             log_probs = logits.log_softmax(-1)
             log_prob = log_prob + log_probs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
@@ -93,12 +175,12 @@ class Categoricals(nn.Module):
         return log_prob, entropy
 
     def to_env(self, actions: Tensor) -> np.ndarray[Any, Any]:
-        """Actions [B, K] as the env wants them, [B, *shape]."""
+        """Actions [..., K] as the env wants them, [..., *shape]."""
         return self.choices.to_elements(actions)
 
 
 class Gaussian(nn.Module):
-    """A diagonal Gaussian with a learned deviation that does not depend on the observation. Parameters: means [B, K].
+    """A diagonal Gaussian with a learned deviation that does not depend on the observation. Parameters: means [..., K].
 
     In each dimension that has two finite bounds, -1 and 1 stand for them; actions beyond a bound are clipped to it.
     """
@@ -125,26 +207,26 @@ class Gaussian(nn.Module):
         self.log_std = nn.Parameter(torch.full((self.num_params,), float(log_std_init)))
 
     def sample(self, params: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        """Actions [B, K] float32."""
+        """Actions [..., K] float32."""
         return params + self.log_std.exp() * torch.randn(params.shape, generator=rng)
 
     def mode(self, params: Tensor) -> Tensor:
-        """The likeliest actions [B, K] float32."""
+        """The likeliest actions [..., K] float32."""
         return params
 
     def log_prob_and_entropy(self, params: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy, [B] each, of actions [B, K]."""
+        """Log-probability and entropy, [...] each, of actions [..., K]."""
         normed = (actions - params) * (-self.log_std).exp()
         log_norm = self.log_std.sum() + 0.5 * self.num_params * math.log(2 * math.pi)
         log_prob = -0.5 * normed.square().sum(-1) - log_norm
-        return log_prob, (log_norm + 0.5 * self.num_params).expand(len(params))
+        return log_prob, (log_norm + 0.5 * self.num_params).expand(params.shape[:-1])
 
     def to_env(self, actions: Tensor) -> np.ndarray[Any, Any]:
-        """Actions [B, K] as the env wants them, [B, *shape], within its bounds."""
+        """Actions [..., K] as the env wants them, [..., *shape], within its bounds."""
         with np.errstate(over="ignore"):
             scaled = self.center + self.scale * actions.numpy().astype(self.dtype)
         clipped: np.ndarray[Any, Any] = np.clip(scaled, self.low, self.high)
-        return clipped.reshape(-1, *self.shape)
+        return clipped.reshape(*actions.shape[:-1], *self.shape)
 
 
 class Explorer(nn.Module):
@@ -152,48 +234,99 @@ class Explorer(nn.Module):
 
     It may be copied to other processes; steps, which a message names, follow there as weights and statistics do.
 
-    steps: env steps after which it acts.
+    steps: env steps after which it acts.  initial_state: of collectors, where the policy has memory.
     """
 
-    def __init__(self, policy: ActorCritic, observations: ObservationNormalizer | None, learning_rate: float) -> None:
+    def __init__(self, policy: Any, observations: ObservationNormalizer | None, learning_rate: float) -> None:
         super().__init__()
         self.policy, self.observations = policy, observations
         self.steps, self.learning_rate = 0, learning_rate
+        self.initial_state = Network(policy, observations).initial_state
 
-    def forward(self, obs: Tensor) -> dict[str, Tensor]:
-        """Drawn actions [B, K] for observations [B, *obs_shape], ``chosen``, and as the env wants them, ``action``.
+    def forward(self, obs: Tensor, state: Mapping[Any, Tensor] | None = None, *, masks: Tensor | None = None) -> Any:
+        """What `explore` gives; its outputs alone without memory."""
+        outputs, after = self.explore(obs, state, masks=masks)
+        return outputs if after is None else (outputs, after)
 
-        Raises TrainingDiverged where they are not finite.
+    def explore(
+        self, obs: Tensor, state: Mapping[Any, Tensor] | None, *, masks: Tensor | None
+    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
+        """Drawn actions [B, K] for observations [B, *obs_shape], CHOSEN, and as the env wants them, "action".
+
+        state: the memory before the step; that after it is returned besides, None without.  masks: allowed choices, as
+        for `ActorCritic`. Raises TrainingDiverged for actions that are not finite.
         """
-        chosen = self.policy.act(as_seen(obs, self.observations))
+        memory = None if state is None else state[MEMORY]
+        chosen, after = Network(self.policy, self.observations).choose(obs, masks, memory, sample=True)
         if chosen.is_floating_point() and not chosen.isfinite().all():
             raise TrainingDiverged(
                 f"PPO diverged: after step {self.steps} the policy's actions are not finite, and were not sent. Lower "
                 f"learning_rate, which is {self.learning_rate:g}, or look for huge observations."
             )
-        return {"chosen": chosen, "action": torch.from_numpy(self.policy.head.to_env(chosen))}
+        outputs = {CHOSEN: chosen, "action": torch.from_numpy(self.policy.head.to_env(chosen))}
+        return outputs, None if after is None else {MEMORY: after}
 
 
-@torch.no_grad()
-def act(
-    policy: ActorCritic, observations: ObservationNormalizer | None, obs: Tensor, *, sample: bool, threads: int
-) -> Tensor:
-    """Actions for observations [B, *obs_shape], as the env wants them: the likeliest ones, or drawn if ``sample``.
+class Network(NamedTuple):
+    """A policy, and the statistics by which it sees observations, which stay as they are while it acts."""
 
-    threads: torch's, meanwhile; results differ in their last digits with another number.
-    """
-    with torch_threads(threads):
-        seen = as_seen(obs, observations)
-        return torch.from_numpy(policy.head.to_env(policy.act(seen) if sample else policy.best(seen)))
+    policy: Any
+    statistics: ObservationNormalizer | None
+
+    @property
+    def initial_state(self) -> dict[Any, Tensor] | None:
+        """What the memory of one env begins with, as `Collector` takes it; None without memory."""
+        size = getattr(self.policy, "memory_size", 0)
+        return {MEMORY: torch.zeros(size)} if size else None
+
+    @torch.no_grad()
+    def act(
+        self,
+        obs: Tensor,
+        state: Mapping[Any, Tensor] | None = None,
+        *,
+        masks: Tensor | None = None,
+        alive: Any = None,
+        sample: bool,
+        threads: int,
+    ) -> tuple[Any, dict[Any, Tensor] | None]:
+        """Actions for observations [B, *obs_shape], as the env wants them: the likeliest ones, or drawn if ``sample``.
+
+        state: the memory before the step; None for that of new episodes.  masks: allowed choices, as for `ActorCritic`.
+        threads: torch's, meanwhile; results differ in their last digits with another number.
+        Also returns the memory after the step; None without.
+        """
+        obs = as_observation(obs)
+        memory = begun(self.initial_state, state, len(obs)).get(MEMORY)
+        with torch_threads(threads):
+            chosen, after = self.choose(obs, masks, memory, sample=sample)
+            actions = torch.from_numpy(self.policy.head.to_env(chosen))
+        return actions, None if after is None else {MEMORY: after}
+
+    def choose(
+        self, obs: Tensor, masks: Tensor | None, memory: Tensor | None, *, sample: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Actions [B, K] for observations [B, *obs_shape], and the memory after the step."""
+        params, after = self.policy.decide(as_seen(as_observation(obs), self.statistics), masks, memory)
+        return (self.policy.head.sample(params) if sample else self.policy.head.mode(params)), after
 
 
-def as_seen(obs: Tensor, observations: ObservationNormalizer | None) -> Tensor:
+def begun(initial: Mapping[Any, Tensor] | None, state: Mapping[Any, Tensor] | None, count: int) -> Mapping[Any, Tensor]:
+    """The state of ``count`` envs: as given, or where there is none that of new episodes; empty without memory."""
+    if initial is None or state is not None:
+        return state if initial is not None and state is not None else {}
+    return {key: one.expand(count, *one.shape) for key, one in initial.items()}
+
+
+def as_seen(obs: Any, observations: ObservationNormalizer | None = None) -> Any:
     """Observations [B, *obs_shape] as the policy sees them: normalised, and with 0 for numbers that are not finite.
 
     PPO refuses such numbers once the rollout is complete, except where nothing is learnt from them: the action for a
     row in which an env is only reset is not used.
     """
-    if obs.is_floating_point():
+    if isinstance(obs, TensorDict):
+        obs = obs.apply(as_seen)
+    elif obs.is_floating_point():
         obs = obs.nan_to_num(0.0, 0.0, 0.0)
     return obs if observations is None else observations(obs)
 

@@ -6,21 +6,28 @@ Layers have orthogonal weights, drawn from a generator that the caller seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict, TensorDictBase  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 
 from muster.errors import UsageError
+from muster.rollout.fields import FieldTree, Key
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "gelu": nn.GELU}
-Kind = Literal["choices", "images", "codes", "grid", "bytes", "numbers"]
+Kind = Literal["choices", "images", "codes", "grid", "bytes", "numbers", "mixed"]
 
-MIN_PIXELS = 36  # of the shorter side: what the CNN's three kernels need
+MEASURED = ("numbers", "bytes", "mixed")  # kinds that may be normalised
+
+MIN_PIXELS = 8  # of the shorter side
+LARGE = 36  # pixels of the shorter side: what the three kernels of Mnih et al. need
+LARGEST_MAP = 25  # cells of a side: the largest of MiniGrid's envs, which FullyObsWrapper shows as [W, H, 3]
+MOST_CHANNELS = 12  # of a small image: four frames of colours
 MAX_CODES = 32  # so many integers are told apart by one-hot codes
 EMBEDDING = 8  # numbers for each code of a byte grid
 
@@ -28,21 +35,24 @@ EMBEDDING = 8  # numbers for each code of a byte grid
 def kind_of(space: gym.Space[Any]) -> Kind:
     """How observations of ``space`` are read.
 
-    choices: Discrete, MultiDiscrete and MultiBinary, one-hot.  images: uint8 Boxes of at least 36 x 36 pixels, grey,
-    with channels first or last, or several of these stacked.  codes: other Boxes of at most 32 whole numbers from 0 on,
-    one-hot.  grid: other uint8 Boxes of two or three dimensions, such as MiniGrid's, each of whose 256 codes is
-    embedded, by channel.  bytes: other uint8 Boxes, such as Atari's RAM, divided by 255 or normalised.  numbers: all
-    other Boxes, as they are or normalised.
+    choices: Discrete, MultiDiscrete and MultiBinary, one-hot.  images: uint8 Boxes of at least 8 x 8 pixels, grey,
+    with channels first or last, or several of these stacked, as `_is_image` has it.  codes: other Boxes of at most 32
+    whole numbers from 0 on, one-hot.  grid: other uint8 Boxes of two or three dimensions, such as MiniGrid's, each of
+    whose 256 codes is embedded, by channel.  bytes: other uint8 Boxes, such as Atari's RAM, divided by 255 or
+    normalised.  numbers: all other Boxes, as they are or normalised.  mixed: Dict and Tuple, each part of which,
+    as `leaves_of` has them, is read by its own kind.
 
     Raises UsageError for a Box of no numbers.
     """
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        return "mixed"
     if not isinstance(space, spaces.Box):
         return "choices"
     shape = space.shape
     if not math.prod(shape):
         raise UsageError(f"PPO takes Boxes of at least one number, but this env has {space}.")
     few = np.issubdtype(space.dtype, np.integer) and space.low.min() >= 0 and space.high.max() < MAX_CODES
-    if space.dtype == np.uint8 and pixel_axes(shape) is not None and not (few and len(shape) == 2):
+    if space.dtype == np.uint8 and not (few and len(shape) == 2) and _is_image(shape, space.high.max()):
         return "images"
     if few:
         return "codes"
@@ -54,7 +64,7 @@ def kind_of(space: gym.Space[Any]) -> Kind:
 def pixel_axes(shape: Sequence[int]) -> tuple[int, int] | None:
     """Which dims of images ``[H, W]``, ``[H, W, C]``, ``[C, H, W]``, or stacked ``[S, ...]`` are height and width.
 
-    The channels are first where there are fewer of them than columns.  None for other shapes, and below 36 x 36.
+    The channels are first where there are fewer of them than columns.  None for other shapes, and below 8 x 8.
     """
     if not 2 <= len(shape) <= 4:
         return None
@@ -64,20 +74,97 @@ def pixel_axes(shape: Sequence[int]) -> tuple[int, int] | None:
     return (first, first + 1) if min(shape[first : first + 2]) >= MIN_PIXELS else None
 
 
+def _is_image(shape: Sequence[int], high: int) -> bool:
+    """Whether bytes of this shape, up to ``high``, are brightness. In doubt they are codes below 36 x 36.
+
+    Codes of up to 10, divided by 255, are next to nothing, while an image whose bytes are embedded is learnt slowly.
+    """
+    axes = pixel_axes(shape)
+    if axes is None:
+        return False
+    height, width = (shape[axis] for axis in axes)
+    side, channels = min(height, width), math.prod(shape[-3:]) // (height * width)
+    if side >= LARGE:
+        return True
+    # MiniGrid's maps have the same space as small images in RGB with channels last. More channels are planes, one for
+    # each sort of thing; where the channels are as many as the pixels of a side, nobody can tell them from rows.
+    is_map = shape[-1] == 3 and side <= LARGEST_MAP
+    return high == 255 and channels < min(side, MOST_CHANNELS + 1) and not is_map
+
+
+def leaves_of(space: gym.Space[Any]) -> dict[Key, gym.Space[Any]]:
+    """The parts of a Dict or a Tuple that a policy reads, under their keys in a TensorDict, sorted by these.
+
+    Masks, under "action_mask", are no measurements and not among them; nor are parts of no numbers.
+
+    Raises ConfigError for a part without a fixed shape, UsageError where none is to be read.
+    """
+    tree = FieldTree(space, ())
+    parts = zip(tree.fields, tree.spaces, strict=True)
+    leaves = {field.key: leaf for field, leaf in parts if "action_mask" not in field.key and 0 not in field.shape}
+    if not leaves:
+        raise UsageError(f"PPO takes observations of at least one number, but this env has {space}.")
+    return dict(sorted(leaves.items()))
+
+
+def as_observation(obs: Any, dims: int = 1) -> Any:
+    """What `Encoder` takes, of what a policy is called with: a tensor as it is, dicts and tuples as a TensorDict [B].
+
+    A tuple's positions become keys, "0", "1" and so on.  dims: of the batch; 2 for agents.
+    """
+    if isinstance(obs, tuple):
+        obs = dict(enumerate(obs))
+    if isinstance(obs, TensorDictBase) or not isinstance(obs, Mapping):
+        return obs
+    parts = {str(name): as_observation(part, dims) for name, part in obs.items()}
+    return TensorDict(parts, batch_size=next(iter(parts.values())).shape[:dims])
+
+
+def observed(batch: TensorDictBase, space: Any, at: Key, name: Key, dims: int) -> Any:
+    """The observations of a collector's batch, as `Encoder` takes them.
+
+    at: where they lie, such as ``("collector", "last")``.  name: ("observation",), or (group, "observation").
+    dims: of the TensorDict that several are.
+    """
+    # What lies beside the rows is an UnbatchedTensor, which a TensorDict would neither split nor flatten.
+    if kind_of(space) != "mixed":
+        return batch[(*at, *name)].as_subclass(Tensor)
+    under = () if len(name) == 1 and isinstance(space, spaces.Dict) else name
+    parts = {key: batch[(*at, *under, *key)].as_subclass(Tensor) for key in leaves_of(space)}
+    return TensorDict(parts, batch_size=next(iter(parts.values())).shape[:dims])
+
+
 class Encoder(nn.Module):
     """Turns observations [B, *obs_shape] into float32 features [B, F], as `kind_of` says.
 
-    The CNN is that of Mnih et al. 2015 (doi:10.1038/nature14236).
+    Those of a Dict or a Tuple are a TensorDict [B] with the keys of `leaves_of`, as `as_observation` makes it; each
+    part has an encoder, and their features stand one behind the other, in the order of the keys.
+
+    The CNN is that of Mnih et al. 2015 (doi:10.1038/nature14236), with 3 x 3 kernels below 36 x 36 pixels.
+
+    sprite: pixels of a side of the square pictures that images are laid out of, such as Melting Pot's 8. The first
+    kernel sees one of them at a time, 3 x 3 kernels follow.
+
+    needs_hidden: whether hidden layers belong behind the features; the CNN of images ends with one.
+
+    Raises UsageError for images that are not made of whole sprites, and for other spaces as `kind_of` and `leaves_of`
+    do.
     """
 
-    def __init__(self, space: gym.Space[Any], rng: torch.Generator | None) -> None:
+    def __init__(self, space: gym.Space[Any], rng: torch.Generator | None, sprite: int | None = None) -> None:
         super().__init__()
         shape = space.shape or ()
         self.kind = kind_of(space)
+        self.needs_hidden = self.kind != "images"
         self.channels_last = len(shape) == 3 and shape[2] <= shape[0]
         self.num_features = math.prod(shape)
         self.cnn: nn.Module | None = None
-        if self.kind == "choices":
+        if self.kind == "mixed":
+            leaves = leaves_of(space)
+            encoders = [Encoder(leaf, rng, sprite) for leaf in leaves.values()]
+            self.keys, self.leaves = tuple(leaves), nn.ModuleList(encoders)
+            self.num_features = sum(encoder.num_features for encoder in encoders)
+        elif self.kind == "choices":
             self.choices = Choices(space, "observations")
             self.num_features = sum(self.choices.nvec)
         elif self.kind == "images":
@@ -86,9 +173,14 @@ class Encoder(nn.Module):
             axes = pixel_axes(shape)
             assert axes is not None
             height, width = (shape[axis] for axis in axes)
+            if sprite is not None and (height % sprite or width % sprite):
+                raise UsageError(
+                    f"sprite={sprite} is for images whose sides are multiples of {sprite} pixels, but this env's are "
+                    f"{height} x {width}. Leave it out, or crop them with a wrapper."
+                )
             self.from_axes = (axes[0] + 1, axes[1] + 1)  # after the batch's
             self.image_shape = (math.prod(shape) // (height * width), height, width)
-            self.cnn = _cnn(*self.image_shape, rng)
+            self.cnn = _cnn(*self.image_shape, rng, sprite)
             self.num_features = 512
         elif self.kind == "codes":
             assert isinstance(space, spaces.Box)
@@ -103,15 +195,18 @@ class Encoder(nn.Module):
             self.first_rows = firsts if self.channels_last or channels == 1 else firsts.view(-1, 1, 1)
             self.num_features *= EMBEDDING
 
-    def forward(self, obs: Tensor) -> Tensor:
+    def forward(self, obs: Tensor | TensorDictBase) -> Tensor:
+        if isinstance(obs, TensorDictBase):
+            return torch.cat([leaf(obs[key]) for key, leaf in zip(self.keys, self.leaves, strict=True)], -1)
         if self.kind == "numbers":
             return obs.reshape(len(obs), -1).float()
         if self.kind == "bytes":
             numbers = obs.reshape(len(obs), -1).float()
             return numbers if obs.is_floating_point() else numbers / 255  # normalised ones are floats
         if self.kind == "choices":
-            columns = self.choices.to_columns(obs).unbind(-1)
-            one_hots = [nn.functional.one_hot(c, n) for c, n in zip(columns, self.choices.nvec, strict=True)]
+            columns = zip(self.choices.to_columns(obs).unbind(-1), self.choices.nvec, strict=True)
+            # The zeros of an agent that is not there need not be choices.
+            one_hots = [nn.functional.one_hot(column.clamp(0, n - 1), n) for column, n in columns]
             return torch.cat(one_hots, -1).float()
         if self.kind == "codes":
             codes = obs.reshape(len(obs), -1).long().clamp(0, self.num_codes - 1)
@@ -154,17 +249,24 @@ class Choices:
         return elements.reshape(-1, len(self.nvec)).long() - self.starts
 
     def to_elements(self, columns: Tensor) -> np.ndarray[Any, Any]:
-        """Choices [B, K] as the space's elements [B, *shape]."""
-        return (columns + self.starts).numpy().astype(self.dtype).reshape(-1, *self.shape)
+        """Choices [..., K] as the space's elements [..., *shape]."""
+        return (columns + self.starts).numpy().astype(self.dtype).reshape(*columns.shape[:-1], *self.shape)
 
 
-def _cnn(channels: int, height: int, width: int, rng: torch.Generator | None) -> nn.Sequential:
+def _cnn(channels: int, height: int, width: int, rng: torch.Generator | None, sprite: int | None) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for filters, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-        layers += [layer(nn.Conv2d, channels, filters, kernel, stride, rng=rng), nn.ReLU()]
-        height, width = ((size - kernel) // stride + 1 for size in (height, width))
+    sizes, large = [height, width], sprite is None and min(height, width) >= LARGE
+    for filters, size, step in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+        # Kernel, stride and padding. 3 x 3 kernels see each pixel, and leave 2 to 7 of a side of 8 to 35.
+        fitting = [(min(3, pixels), 1 + (pixels > 11), int(pixels > 11)) for pixels in sizes]
+        windows = [(size, step, 0)] * 2 if large else fitting
+        if sprite is not None and not layers:
+            windows = [(sprite, sprite, 0)] * 2
+        kernels, strides, paddings = zip(*windows, strict=True)
+        layers += [layer(nn.Conv2d, channels, filters, kernels, strides, paddings, rng=rng), nn.ReLU()]
+        sizes = [(n + 2 * padding - k) // stride + 1 for n, (k, stride, padding) in zip(sizes, windows, strict=True)]
         channels = filters
-    return nn.Sequential(*layers, nn.Flatten(), layer(nn.Linear, channels * height * width, 512, rng=rng), nn.ReLU())
+    return nn.Sequential(*layers, nn.Flatten(), layer(nn.Linear, channels * math.prod(sizes), 512, rng=rng), nn.ReLU())
 
 
 def mlp(sizes: Sequence[int], *, activation: str, gain: float, rng: torch.Generator | None) -> nn.Sequential:
@@ -175,8 +277,21 @@ def mlp(sizes: Sequence[int], *, activation: str, gain: float, rng: torch.Genera
     return nn.Sequential(*layers, layer(nn.Linear, sizes[-2], sizes[-1], rng=rng, gain=gain))
 
 
+def gru_cell(inputs: int, size: int, rng: torch.Generator | None) -> nn.GRUCell:
+    """A GRU's cell with orthogonal weights and zero biases."""
+    built: nn.GRUCell = nn.utils.skip_init(nn.GRUCell, inputs, size)  # type: ignore[no-untyped-call]  # torch's gap
+    for weights in (built.weight_ih, built.weight_hh):
+        nn.init.orthogonal_(weights, generator=rng)
+    for biases in (built.bias_ih, built.bias_hh):
+        nn.init.zeros_(biases)
+    return built
+
+
 def layer(
-    kind: type[nn.Linear] | type[nn.Conv2d], *sizes: int, rng: torch.Generator | None, gain: float = 2**0.5
+    kind: type[nn.Linear] | type[nn.Conv2d],
+    *sizes: int | tuple[int, ...],
+    rng: torch.Generator | None,
+    gain: float = 2**0.5,
 ) -> nn.Module:
     """A layer with orthogonal weights and zero biases. It is built empty: torch's own draw would use its global rng."""
     built: nn.Linear | nn.Conv2d = nn.utils.skip_init(kind, *sizes)  # type: ignore[no-untyped-call]  # torch's gap

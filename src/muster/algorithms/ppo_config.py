@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from muster.arguments import check_options, option
 from muster.errors import ConfigError
 
+POLICIES = ("feedforward", "gru")
 MOST_THREADS = 1024  # with very many OpenMP ends the process
 
 
@@ -49,8 +51,16 @@ class PPOConfig:
     clip_rewards: float | None = option(
         None, "rewards count for learning at most so much, up or down; returns are unchanged", above=0
     )
+    policy: str = option(
+        "feedforward", "or gru, which has a memory; or module:function, which makes one from the two spaces"
+    )
+    memory_size: int = option(128, "numbers in the memory of gru", least=1)
+    sequence_length: int = option(64, "steps that memory learns from in one piece of a rollout, at most", least=1)
     hidden_sizes: tuple[int, ...] = option(
         (64, 64), "layers of policy and value, each its own; images have a CNN instead", least=1
+    )
+    sprite: int | None = option(
+        None, "pixels of a side of the pictures that images are laid out of, such as 8; None: they are not", least=2
     )
     activation: Literal["tanh", "relu", "elu", "gelu"] = option("tanh", "between those layers")
     log_std_init: float = option(
@@ -70,11 +80,41 @@ class PPOConfig:
     @property
     def network(self) -> dict[str, Any]:
         """The options of `ActorCritic`."""
-        return {name: getattr(self, name) for name in ("hidden_sizes", "activation", "log_std_init")}
+        options = {name: getattr(self, name) for name in ("hidden_sizes", "activation", "log_std_init", "sprite")}
+        return {**options, "memory_size": self.memory_size if self.policy == "gru" else 0}
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.policy not in POLICIES and ":" not in self.policy:
+            raise ConfigError(
+                "policy", f"{' or '.join(POLICIES)}, or module:function, or file.py:function", self.policy
+            )
         most = self.batch_size // 2
         if self.num_minibatches > most:
             expected = f"at most {most}, for each to have 2 of the {self.batch_size} rows of a rollout"
             raise ConfigError("num_minibatches", expected, self.num_minibatches)
+
+
+@dataclass(frozen=True)
+class AgentsOptions:
+    """For envs with agents, which MAPPO trains."""
+
+    critic: Literal["centralised", "own"] = option(
+        "centralised", "what values are computed from: the env's state, or else all observations (MAPPO); own (IPPO)"
+    )
+    share_params: Mapping[str, bool] | bool = option(
+        True, "whether a group's agents share a network: true, false, or by group, as in '{\"agent\": false}'"
+    )
+
+    def shares_params(self, group: str) -> bool:
+        """Whether the agents of the group share one network; those of a group that is not named do."""
+        return self.share_params if isinstance(self.share_params, bool) else self.share_params.get(group, True)
+
+
+@dataclass(frozen=True)
+class MAPPOConfig(AgentsOptions, PPOConfig):
+    """The options of MAPPO: those of PPO, and what concerns agents. ``critic="own"`` makes it IPPO.
+
+    ``total_steps`` and ``num_steps`` count env steps, in each of which all agents of an env may act. Raises ConfigError
+    for bad values.
+    """

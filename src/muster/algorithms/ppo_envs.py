@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -10,13 +10,13 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
-from muster.algorithms.actor_critic import Explorer
-from muster.algorithms.encoder import kind_of
-from muster.algorithms.ppo_config import PPOConfig
+from muster.algorithms.encoder import MEASURED, kind_of
+from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
 from muster.errors import ConfigError, UsageError
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import ENV_OPTIONS, MultiCollector, env_options
 from muster.vector.make import make_vec
+from muster.vector.multi_agent import MultiAgentVectorEnv
 
 # What PPO leaves to the user of `MultiCollector`'s options; the first ones are those of `make_vec` for workers, too.
 _OF_WORKERS = ("context", "start_timeout", "close_timeout")
@@ -39,11 +39,13 @@ _INSTEAD = {
 
 
 class EnvFacts(NamedTuple):
-    """What PPO knows of its envs, by one of them."""
+    """What PPO and MAPPO know of their envs, by one of them. Spaces are one agent's, of MAPPO's envs by group."""
 
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
+    observation_space: Any
+    action_space: Any
     spec: EnvSpec | None
+    groups: Mapping[str, Sequence[Hashable]] = {}  # the agents of each
+    state_space: gym.Space[Any] | None = None
 
 
 def facts_of(envs: Any, config: PPOConfig, collectors: Mapping[str, Any] | None) -> EnvFacts:
@@ -59,7 +61,7 @@ def facts_of(envs: Any, config: PPOConfig, collectors: Mapping[str, Any] | None)
         options["worker_env"] = changes[:1]
     options |= {name: collectors[name] for name in _OF_WORKERS if name in collectors}
     first = envs[:1] if isinstance(envs, (list, tuple)) else envs
-    with closing(make_vec(first, 1, **options)) as one:
+    with closing(make_vec(first, 1, **{"state": True, **options})) as one:
         return _facts(one, config, 1)
 
 
@@ -74,7 +76,7 @@ def require_options(collectors: Mapping[str, Any]) -> None:
 
 
 def collector_over(
-    envs: Any, explorer: Explorer, config: PPOConfig, seed: int, collectors: Mapping[str, Any] | None
+    envs: Any, explorer: Any, config: PPOConfig, seed: int, collectors: Mapping[str, Any] | None
 ) -> Collector | MultiCollector:
     """What collects PPO's rollouts, by an explorer that is the caller's own object, or by copies that follow it."""
     shared: dict[str, Any] = {"frames_per_batch": config.batch_size, "seed": seed, "compact": True}
@@ -84,18 +86,41 @@ def collector_over(
 
 
 def _facts(envs: Any, config: PPOConfig, num_envs: int) -> EnvFacts:
-    if not isinstance(envs, VectorEnv):
-        raise UsageError(f"PPO trains one agent per env and needs a gymnasium VectorEnv, got {type(envs).__name__}.")
+    name, of_agents = ("MAPPO", True) if isinstance(config, MAPPOConfig) else ("PPO", False)
+    if of_agents and not isinstance(envs, MultiAgentVectorEnv):
+        raise UsageError(
+            f"MAPPO trains several agents per env and needs a muster.MultiAgentVectorEnv, got {type(envs).__name__}. "
+            "For one agent per env there is PPO."
+        )
+    if not of_agents and not isinstance(envs, VectorEnv):
+        instead = " For several agents there is MAPPO." if isinstance(envs, MultiAgentVectorEnv) else ""
+        raise UsageError(
+            f"PPO trains one agent per env and needs a gymnasium VectorEnv, got {type(envs).__name__}.{instead}"
+        )
     if envs.num_envs != num_envs:
         raise UsageError(
             f"envs has num_envs={envs.num_envs}, the config num_envs={num_envs}; "
-            f"pass PPOConfig(num_envs={envs.num_envs})."
+            f"pass {name}Config(num_envs={envs.num_envs})."
         )
-    space = envs.single_observation_space
-    if config.normalize_observations and kind_of(space) not in ("numbers", "bytes"):
+    spec = getattr(envs, "spec", None)
+    if not isinstance(envs, MultiAgentVectorEnv):
+        _require_measurements(config, envs.single_observation_space)
+        return EnvFacts(envs.single_observation_space, envs.single_action_space, spec)
+    seen, acts, groups = envs.single_observation_space.spaces, envs.single_action_space.spaces, envs.groups
+    assert isinstance(config, MAPPOConfig)
+    shared = config.share_params
+    if unknown := [] if isinstance(shared, bool) else [name for name in shared if name not in groups]:
+        raise ConfigError(f"share_params names {unknown}, and the envs have the groups {list(groups)}")
+    for group in groups:
+        _require_measurements(config, seen[group])
+    return EnvFacts({g: seen[g] for g in groups}, {g: acts[g] for g in groups}, spec, groups, envs.state_space)
+
+
+def _require_measurements(config: PPOConfig, space: gym.Space[Any]) -> None:
+    """Raises ConfigError where observations of codes or pixels are to be normalised."""
+    if config.normalize_observations and kind_of(space) not in MEASURED:
         raise ConfigError(
             "normalize_observations is for measurements, such as positions and speeds: Boxes of floats, of large "
             f"whole numbers, and rows of bytes. This env observes {space}, which the policy reads as {kind_of(space)}, "
             "in numbers of about 1 already. Leave it off."
         )
-    return EnvFacts(space, envs.single_action_space, getattr(envs, "spec", None))

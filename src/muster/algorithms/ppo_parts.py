@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,52 +20,60 @@ from muster.rollout.episodes import Episodes
 EPISODE_WINDOW = 100
 
 
-def require_finite_rows(batch: Any, steps_before: int, kept_steps: int) -> None:
+def require_finite_rows(
+    collected: Any, steps_before: int, kept_steps: int, agents: Sequence[object] = (), *, what: str = "an observation"
+) -> None:
     """Raises TrainingDiverged for the first observation or reward to be learnt from that is not finite in float32.
 
-    batch: a collector's batch [N, T], ``compact``.  steps_before: steps of each env before it.
-    kept_steps: env steps of the run until then.
+    collected: a `Collected` whose observations are as the envs returned them.  steps_before: steps of each env before.
+    kept_steps: env steps of the run until then.  agents: their names, where there are several.  what: it is called.
 
     The final observation of a terminated episode is never learnt from, and may be anything; so may masked rows.
     """
-    observations = batch["observation"]
-    last, finals = (batch["collector", name, "observation"] for name in ("last", "final"))
-    rewards, terminated, truncated = (batch["next", name].squeeze(-1) for name in ("reward", "terminated", "truncated"))
-    if all(not one.is_floating_point() or _finite(one).all() for one in (observations, last, finals, rewards)):
-        return
-    mask = batch["collector", "mask"]
+    rewards, terminated, truncated, mask = (
+        getattr(collected, name) for name in ("rewards", "terminated", "truncated", "counts")
+    )
     bootstraps = mask & truncated & ~terminated
     used = mask.clone()
     used[:, 1:] |= bootstraps[:, :-1]  # where an env is reset in a row of its own, that row has the final observation
-    env_ids, times = (index.tolist() for index in batch["collector", "final_at"].unbind(-1))
+    env_ids, times = (index.tolist() for index in collected.final_at.unbind(-1))
     T = mask.shape[1]
     # By the number of steps that the env had made when it returned it, a step's final observation before the reset's.
-    found = [
-        *((t, 1, env, "an observation that holds", observations[env, t]) for env, t in _bad(observations, used)),
-        *((t + 1, 0, env, "a reward of", rewards[env, t]) for env, t in _bad(rewards, mask)),
-        *(
-            (times[k] + 1, 0, env_ids[k], "a final observation that holds", finals[k])
-            for (k,) in _bad(finals, bootstraps[env_ids, times])
-        ),
-        *(
-            (T, 1, env, "an observation that holds", last[env])
-            for (env,) in _bad(last, ~(mask[:, -1] & terminated[:, -1]))
-        ),
-    ]
+    found = [(t + 1, 0, env, *agent, "a reward of", rewards[env, t]) for env, t, *agent in _bad(rewards, mask)]
+    leaves = zip(*(map(_leaves, (collected.observations, collected.last, collected.finals))), strict=True)
+    for observations, last, finals in leaves:
+        seen = f"{what} that holds"
+        found += [(t, 1, env, *agent, seen, observations[env, t]) for env, t, *agent in _bad(observations, used)]
+        found += [
+            (times[k] + 1, 0, env_ids[k], *agent, "a final observation that holds", finals[k])
+            for k, *agent in _bad(finals, bootstraps[env_ids, times])
+        ]
+        found += [
+            (T, 1, env, *agent, seen, last[env]) for env, *agent in _bad(last, ~(mask[:, -1] & terminated[:, -1]))
+        ]
     if not found:
         return
-    step, _, env, what, row = min(found, key=lambda one: one[:3])
+    step, _, env, *agent, returned, row = min(found, key=lambda one: one[:-2])
+    row = row[agent[0]] if agent else row
     number = row[~_finite(row)][0].item()
+    whose = f"for {agents[agent[0]]!r} " if agent else ""
     when = f"in its step {steps_before + step}" if steps_before + step else "at its first reset"
     raise TrainingDiverged(
-        f"Env {env} returned {what} {number} {when}; PPO learns from finite numbers of float32 alone. Nothing of "
-        f"this rollout was learnt: the state is that after step {kept_steps:,}. Mend the env, or replace such numbers "
-        "in a wrapper; make_vec(check_finite=True) raises in the env's own step."
+        f"Env {env} returned {returned} {number} {whose}{when}; PPO learns from finite numbers of float32 alone. "
+        f"Nothing of this rollout was learnt: the state is that after step {kept_steps:,}. Mend the env, or replace "
+        "such numbers in a wrapper; make_vec(check_finite=True) raises in the env's own step."
     )
+
+
+def _leaves(obs: Any) -> list[Tensor]:
+    """The tensors of an observation: itself, or those in a TensorDict."""
+    return [obs] if isinstance(obs, Tensor) else list(obs.values(include_nested=True, leaves_only=True))
 
 
 def _bad(rows: Tensor, used: Tensor) -> list[list[int]]:
     """The places of ``used`` (bool, of the first dims of ``rows``) where a row is not finite."""
+    if not rows.is_floating_point():
+        return []
     finite = _finite(rows)
     while finite.ndim > used.ndim:
         finite = finite.all(-1)
@@ -74,7 +83,7 @@ def _bad(rows: Tensor, used: Tensor) -> list[list[int]]:
 
 def _finite(rows: Tensor) -> Tensor:
     """Whether each number is finite in float32, the policy's dtype."""
-    return (rows.float() if rows.is_floating_point() else rows).isfinite()
+    return rows.float().isfinite()
 
 
 class Rates(NamedTuple):
@@ -146,19 +155,36 @@ class EpisodeSummary(NamedTuple):
     mean_length: float  # in env steps
 
 
-class EpisodeWindow:
-    """The returns and lengths of the last 100 episodes that ended."""
+def columns_of(groups: Mapping[str, Sequence[object]]) -> dict[str, slice]:
+    """The columns of each group's agents among those of all agents. groups: the agents of each."""
+    ends = list(itertools.accumulate(map(len, groups.values())))
+    return {group: slice(end - len(groups[group]), end) for group, end in zip(groups, ends, strict=True)}
 
-    def __init__(self) -> None:
+
+class EpisodeWindow:
+    """The returns and lengths of the last 100 episodes that ended; a return is the mean over an env's agents.
+
+    groups: the agents of each group; without any, envs have one agent.
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[object]] | None = None) -> None:
+        self._groups = columns_of(groups or {})
         self.ended = 0
         self.returns: deque[float] = deque(maxlen=EPISODE_WINDOW)
         self.lengths: deque[int] = deque(maxlen=EPISODE_WINDOW)
+        self.by_group: dict[str, deque[float]] = {name: deque(maxlen=EPISODE_WINDOW) for name in self._groups}
 
     def add(self, episodes: Episodes) -> None:
         """Adds the episodes that ended in a rollout."""
         self.ended += len(episodes.returns)
-        self.returns.extend(episodes.returns.tolist())
+        self.returns.extend(episodes.means.tolist())
         self.lengths.extend(episodes.lengths.tolist())
+        for name, columns in self._groups.items():
+            self.by_group[name].extend(episodes.returns[:, columns].mean(-1).tolist())
+
+    def mean_of(self, group: str) -> float:
+        """The mean return of a group's agents; nan until an episode ends."""
+        return float(np.mean(self.by_group[group])) if self.by_group[group] else math.nan
 
     def summary(self) -> EpisodeSummary:
         if not self.returns:
@@ -168,12 +194,16 @@ class EpisodeWindow:
         return EpisodeSummary(self.ended, float(mean_return), float(low), float(high), float(mean_length))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ended": self.ended, "returns": list(self.returns), "lengths": list(self.lengths)}
+        groups = {name: list(returns) for name, returns in self.by_group.items()}
+        return {"ended": self.ended, "returns": list(self.returns), "lengths": list(self.lengths), "groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.ended = int(state["ended"])
         self.returns = deque(map(float, state["returns"]), EPISODE_WINDOW)
         self.lengths = deque(map(int, state["lengths"]), EPISODE_WINDOW)
+        for name, returns in self.by_group.items():
+            returns.clear()
+            returns.extend(map(float, state["groups"][name]))
 
 
 class Losses(NamedTuple):
@@ -200,3 +230,35 @@ class PPOMetrics:
         """All figures under plain names, as in metrics.csv."""
         rest = {"explained_variance": self.explained_variance, "learning_rate": self.learning_rate}
         return {"steps": self.steps, **self.episodes._asdict(), **self.losses._asdict(), **rest}
+
+
+class TeamFigures(NamedTuple):
+    """The figures of agents that share a network, in one iteration."""
+
+    group: str
+    mean_return: float  # of one agent of their group, over the last 100 episodes
+    losses: Losses
+    explained_variance: float
+
+
+@dataclass(frozen=True)
+class MAPPOMetrics:
+    """The figures of one iteration of `MAPPO`."""
+
+    steps: int  # env steps so far
+    episodes: EpisodeSummary  # returns are means over an env's agents
+    teams: Mapping[str, TeamFigures]  # by group; "group/agent" where agents have networks of their own
+    learning_rate: float
+
+    def as_row(self) -> dict[str, float]:
+        """All figures under plain names, as in metrics.csv: where there are several teams, with their names behind."""
+        row = {"steps": self.steps, **self.episodes._asdict()}
+        groups = {team.group for team in self.teams.values()}
+        for name, team in self.teams.items():
+            figures = {**team.losses._asdict(), "explained_variance": team.explained_variance}
+            if len(self.teams) > 1:
+                figures = {f"{figure}/{name}": value for figure, value in figures.items()}
+            if len(groups) > 1:
+                row[f"mean_return/{team.group}"] = team.mean_return
+            row |= figures
+        return {**row, "learning_rate": self.learning_rate}

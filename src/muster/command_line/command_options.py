@@ -26,7 +26,7 @@ class _NamedEnv:
 
 @dataclass(frozen=True)
 class TrainOptions(_NamedEnv):
-    """Train a policy with PPO and plot its learning curve.
+    """Train a policy with PPO, or the agents of an env with MAPPO, and plot the learning curve.
 
     What is left out has the value of a preset, which is chosen by the env's kind; then those of --config count, then
     the options. Ctrl-C ends the training early and keeps what was reached; --resume goes on from there.

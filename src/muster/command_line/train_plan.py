@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from muster.algorithms import PPOConfig
+from muster.algorithms import MAPPOConfig, PPOConfig
+from muster.algorithms.ppo_config import AgentsOptions
 from muster.arguments import fields_of
 from muster.command_line.command_options import TrainOptions
 from muster.command_line.parser import HELP, Parser, near, option_of
@@ -24,14 +25,15 @@ from muster.training.plan import (
     options_of,
     plan_of,
 )
-from muster.training.presets import preset_for
-from muster.training.run_envs import open_envs
+from muster.training.presets import Preset, preset_for, preset_for_agents
+from muster.training.run_envs import RunEnvs, open_envs
+from muster.vector.multi_agent import MultiAgentVectorEnv
 
-PARSER = Parser("muster train", (TrainOptions, RunOptions, MakeVecOptions, CollectorsOptions, PPOConfig))
+PARSER = Parser("muster train", (TrainOptions, RunOptions, MakeVecOptions, CollectorsOptions, PPOConfig, AgentsOptions))
 OF_COMMAND = ("run_dir", "seeds", "resume", "config", "trust")  # options that a file has not
 CHANGES = ("total_steps", "learning_rate")  # what PPO may do otherwise in a run that goes on
 FOR_SEVERAL = ("num_workers", "caller_steps")  # options that one env alone cannot have
-OWN_VALUES = "PPO's values below are its own; `muster train ENV --help` shows those of that env's preset."
+OWN_VALUES = "The values below are the algorithms' own; `muster train ENV --help` shows those of that env's preset."
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,30 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
         if wants_help:
             PARSER.show_help(values, OWN_VALUES)
         raise ConfigError("name an ENV to train on, such as CartPole-v1, or a run to go on with: --resume RUN")
+    if "policy" in values:
+        values["policy"] = absolute_name(values["policy"])
     run, (made, collectors) = options_of(RunOptions, values), makers_of(values)
     env, wrappers = absolute_name(options.env), tuple(map(absolute_name, options.wrapper))
     kwargs, around = dict(options.env_kwargs), list(map(callable_named, wrappers))
     alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
     with open_envs(env, 1, env_kwargs=kwargs, wrappers=around, **alone) as probe:  # its spaces decide, too
-        preset = preset_for(probe.spec, probe.single_observation_space, probe.single_action_space)
+        preset = _preset_of(probe, env)
+    if not preset.agents and (of_agents := [name for name in fields_of(AgentsOptions) if name in values]):
+        raise ConfigError(f"{option_of(of_agents[0])} is for envs with agents, and {options.env} has one agent alone")
+    kind = MAPPOConfig if preset.agents else PPOConfig
     values = {**preset.config, **values}
     if wants_help:
-        PARSER.show_help(values, f"PPO's values below are those for {options.env}, by the preset {preset.name}.")
-    plan = TrainingPlan(env, options_of(PPOConfig, values), preset.name, kwargs, wrappers, made, run, collectors)
+        PARSER.show_help(values, f"The values below are those for {options.env}, by the preset {preset.name}.")
+    plan = TrainingPlan(env, options_of(kind, values), preset.name, kwargs, wrappers, made, run, collectors)
     return TrainingOrder(plan, options.run_dir, resume=False, seeds=options.seeds)
+
+
+def _preset_of(envs: RunEnvs, name: str) -> Preset:
+    """The preset for envs of that name."""
+    if not isinstance(envs, MultiAgentVectorEnv):
+        return preset_for(envs.spec, envs.single_observation_space, envs.single_action_space)
+    seen, acts = envs.single_observation_space, envs.single_action_space
+    return preset_for_agents(name, [seen[group] for group in envs.groups], [acts[group] for group in envs.groups])
 
 
 def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool) -> TrainingOrder:
@@ -103,7 +118,11 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool
     made, collectors = makers_of({**plan.options, **plan.collectors, **values})
     besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
     plan = replace(
-        plan, config=options_of(PPOConfig, {**config, **values}), options=made, run=besides, collectors=collectors
+        plan,
+        config=options_of(type(plan.config), {**config, **values}),
+        options=made,
+        run=besides,
+        collectors=collectors,
     )
     # Without one that is asked for, the rate that the run had reached.
     return TrainingOrder(plan, run, True, options.trust, learning_rate=values.get("learning_rate"))
@@ -121,7 +140,7 @@ def read_run_toml(path: Path) -> dict[str, Any]:
     for key, written in table.items():
         name = "env_kwargs" if key == "kwargs" else key.replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{path}: {key} is no option of the env or of PPO{near(name, known)}")
+            raise ConfigError(f"{path}: {key} is no option of the env or of a run{near(name, known)}")
         try:
             values[name] = PARSER.value(name, written)
         except ConfigError as error:

@@ -53,7 +53,7 @@ def metavar_of(kind: Any) -> str:
     if origin is tuple:
         return metavar_of(parts[0])
     several = [one for one in alternatives(kind) if one is not types.NoneType]
-    return "|".join(map(metavar_of, several)) if several != [kind] else _METAVARS[origin or kind]
+    return "|".join(filter(None, map(metavar_of, several))) if several != [kind] else _METAVARS[origin or kind]
 
 
 def _read_one(kind: Any, word: str) -> Any:

@@ -16,7 +16,7 @@ Agent = Hashable
 Groups = dict[str, tuple[Agent, ...]]
 
 # Names that observations use for something other than a group.
-RESERVED = ("shared",)
+RESERVED = ("shared", "state")
 _NAME = re.compile(r"(.*?)[_\-. ]*\d+", re.DOTALL)
 
 
@@ -62,7 +62,8 @@ def _name_of(agent: Agent, override: Mapping[Agent, str], agents: Sequence[Agent
     if not isinstance(name, str) or not name or name in RESERVED:
         reason = "is not in it" if agent not in override else f"is mapped to {name!r}"
         raise ConfigError(
-            f"groups must map every agent to the name of its group (not {RESERVED[0]!r}): agent {agent!r} {reason}. "
+            f"groups must map every agent to the name of its group (not {' or '.join(map(repr, RESERVED))}): agent "
+            f"{agent!r} {reason}. "
             f"The env's agents are {list(agents)}; write groups={{{agent!r}: 'a_name', ...}}"
         )
     return name

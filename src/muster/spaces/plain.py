@@ -14,7 +14,10 @@ from muster.spaces.tree import Space
 
 
 def to_plain(space: Space) -> dict[str, Any]:
-    """A Box, Discrete, MultiDiscrete or MultiBinary as strings, numbers, lists and dicts. Raises UsageError."""
+    """A Box, Discrete, MultiDiscrete or MultiBinary, or a Dict or Tuple of them, as strings, numbers, lists and dicts.
+
+    Raises UsageError for others.
+    """
     if isinstance(space, spaces.Box):
         bounds = {"low": _numbers(space.low), "high": _numbers(space.high)}
         return {"kind": "Box", "shape": list(space.shape), "dtype": np.dtype(space.dtype).name, **bounds}
@@ -25,8 +28,12 @@ def to_plain(space: Space) -> dict[str, Any]:
         return {"kind": "MultiDiscrete", **choices, "dtype": np.dtype(space.dtype).name}
     if isinstance(space, spaces.MultiBinary):
         return {"kind": "MultiBinary", "n": np.array(space.n).tolist()}
-    raise UsageError(f"a {type(space).__name__} cannot be kept as plain data; Box, Discrete, MultiDiscrete and "
-                     "MultiBinary can")  # fmt: skip
+    if isinstance(space, spaces.Dict):
+        return {"kind": "Dict", "spaces": {name: to_plain(part) for name, part in space.spaces.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"kind": "Tuple", "spaces": {str(i): to_plain(part) for i, part in enumerate(space.spaces)}}
+    raise UsageError(f"a {type(space).__name__} cannot be kept as plain data; Box, Discrete, MultiDiscrete, "
+                     "MultiBinary, and Dict and Tuple of them can")  # fmt: skip
 
 
 def from_plain(plain: Mapping[str, Any]) -> Space:
@@ -44,6 +51,10 @@ def from_plain(plain: Mapping[str, Any]) -> Space:
                 return spaces.MultiDiscrete(nvec, start=start, **_dtype_in(plain))
             case "MultiBinary":
                 return spaces.MultiBinary(plain["n"])
+            case "Dict":
+                return spaces.Dict({name: from_plain(part) for name, part in plain["spaces"].items()})
+            case "Tuple":
+                return spaces.Tuple([from_plain(part) for part in plain["spaces"].values()])
         reason = "its kind is unknown"
     except Exception as error:  # Gymnasium's checks raise all sorts, assertions too
         reason = f"{type(error).__name__}: {error}"

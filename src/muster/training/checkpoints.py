@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from muster.algorithms import PPO
+from muster.algorithms.on_policy import OnPolicy
 from muster.errors import UsageError, printable
 from muster.training.run_folder import (
     BEST,
@@ -83,7 +83,7 @@ class Checkpoints:
         self._saved_at = -math.inf
         self._waiting: dict[str, dict[str, Any]] = {}
 
-    def save(self, ppo: PPO, evaluation: Evaluation | None = None, *, now: bool = False) -> None:
+    def save(self, ppo: OnPolicy[Any], evaluation: Evaluation | None = None, *, now: bool = False) -> None:
         """Saves what is due after an iteration. evaluation: of its state.  now: saves checkpoint.pt in any case."""
         due = self._every is not None and ppo.steps // self._every > self._steps // self._every
         self._steps = ppo.steps

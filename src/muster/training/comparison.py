@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from muster.errors import UsageError
-from muster.training.picture import Picture, read_curve
+from muster.training.picture import LINE, OF_GROUPS, Picture, read_curve
 from muster.training.plan import plan_of
 
-COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
+COLORS = (LINE, *OF_GROUPS)
 RESAMPLES = 2_000
 POINTS = 200  # of a drawn curve
 
@@ -57,7 +57,7 @@ def compare_runs(paths: Sequence[Path], plot_path: Path) -> dict[str, int]:
         for env, some in found.items()
         for label, runs in some.items()
     }
-    plot_comparison(groups, plot_path, title=f"{', '.join(found)}, PPO")
+    plot_comparison(groups, plot_path, title=", ".join(found))
     return {label: len(runs) for label, runs in groups.items()}
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from muster.algorithms import PPO
+from muster.algorithms.on_policy import OnPolicy
 from muster.rollout.evaluation import NoEpisodeEnded, evaluate
 from muster.training.checkpoints import Evaluation
 from muster.training.plan import TrainingPlan
-from muster.training.run_envs import start_run_envs
-from muster.vector.vector_env import VectorEnv
+from muster.training.run_envs import RunEnvs, start_run_envs
 
 STEPS_PER_EPISODE = 50_000  # that an evaluation waits for; Atari's longest episodes have 27,000
 
@@ -26,7 +25,7 @@ class Evaluations:
     console: where it is said what went wrong in them.
     """
 
-    def __init__(self, ppo: PPO, envs: VectorEnv, console: Console, *, every: int, episodes: int) -> None:
+    def __init__(self, ppo: OnPolicy[Any], envs: RunEnvs, console: Console, *, every: int, episodes: int) -> None:
         self._ppo, self._envs, self._console = ppo, envs, console
         self._every, self._episodes = every, episodes
         # Beside those that PPO draws from the same seed, so none of the training's episodes is among these.
@@ -44,7 +43,8 @@ class Evaluations:
         step, limit = f"{self._ppo.steps:,}", self._episodes * STEPS_PER_EPISODE
         restarts = self._envs.stats()["restarts"]
         try:
-            played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, seed=self._seed, max_steps=limit)
+            options: dict[str, Any] = {"seed": self._seed, "initial_state": self._ppo.network.initial_state}
+            played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, max_steps=limit, **options)
             ended = len(played.returns)
         except NoEpisodeEnded:
             ended = 0
@@ -61,7 +61,7 @@ class Evaluations:
 
 
 @contextmanager
-def evaluation_envs(plan: TrainingPlan, console: Console) -> Iterator[VectorEnv | None]:
+def evaluation_envs(plan: TrainingPlan, console: Console) -> Iterator[RunEnvs | None]:
     """Envs for the evaluations that the plan asks for, closed at the end; None where it asks for none."""
     if plan.run.eval_every is None:
         yield None

@@ -87,5 +87,9 @@ class EventWriter:
 
 
 def charts(row: Mapping[str, float]) -> dict[str, float]:
-    """The values of a row of metrics.csv by the names of their charts; "steps", their x axis, is none."""
-    return {CHARTS[name]: value for name, value in row.items() if name != "steps"}
+    """The values of a row of metrics.csv by the names of their charts; "steps", their x axis, is none.
+
+    A group of agents, which stands after a slash, does so in both.
+    """
+    split = {name: name.partition("/") for name in row if name != "steps"}
+    return {CHARTS[of] + slash + group: row[name] for name, (of, slash, group) in split.items()}

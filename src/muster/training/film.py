@@ -12,6 +12,8 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
+from muster.spaces.masks import MASK, are_masks
+from muster.training.run_envs import RunEnvs
 from muster.training.run_folder import naming, write_named
 from muster.vector.vector_env import VectorEnv
 
@@ -28,14 +30,15 @@ def require_filmable(path: Path) -> None:
 
 
 def film_episode(
-    envs: VectorEnv, policy: Callable[[Any], Any], path: Path, *, seed: int, max_steps: int | None = None
+    envs: RunEnvs, policy: Callable[..., Any], path: Path, *, seed: int, max_steps: int | None = None
 ) -> int:
     """Writes an episode as H.264 in the container that the suffix of ``path`` names; returns its number of frames.
 
     The film is at ``path`` once it is whole.
 
     envs: one env, with ``autoreset_mode="disabled"``, whose ``render_mode`` is "rgb_array".  policy: observations
-    [1, *obs_shape] to actions.  max_steps: after which the film ends even if the episode has not; None for no limit.
+    [1, *obs_shape] to actions, as a `RunPolicy`; with memory it returns its state besides, and is given it.
+    max_steps: after which the film ends even if the episode has not; None for no limit.
 
     Raises UsageError where the env renders no frames, and for a suffix that is no film's; ImportError without PyAV.
     """
@@ -81,17 +84,23 @@ def _begun(path: Path, rate: int) -> tuple[Path, Any, Any]:
         raise UsageError(f"{path} cannot be written as a film: {said}. Choose a name that ends in .mp4") from None
 
 
-def _frames(envs: VectorEnv, policy: Callable[[Any], Any], seed: int, max_steps: int | None) -> Iterator[Frame]:
-    obs, _ = envs.reset(seed=seed)
+def _frames(envs: RunEnvs, policy: Callable[..., Any], seed: int, max_steps: int | None) -> Iterator[Frame]:
+    obs, infos = envs.reset(seed=seed)
+    state: list[Any] = []
     yield _rendered(envs)
     for _ in itertools.count() if max_steps is None else range(max_steps):
-        obs, _, terminated, truncated, _ = envs.step(policy(obs))
+        asked = {name: infos[key] for name, key in (("masks", MASK), ("alive", "alive")) if key in infos}
+        if isinstance(envs, VectorEnv) and not are_masks(asked.get("masks"), envs.single_action_space):
+            asked = {}
+        found = policy(obs, *state, **asked)
+        actions, *state = found if isinstance(found, tuple) else (found,)
+        obs, _, terminated, truncated, infos = envs.step(actions)
         yield _rendered(envs)
         if terminated[0] or truncated[0]:
             return
 
 
-def _rendered(envs: VectorEnv) -> Frame:
+def _rendered(envs: RunEnvs) -> Frame:
     frame = envs.render()[0]
     if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.dtype != np.uint8:
         raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from muster.errors import UsageError
 from muster.extras import imports_for
 from muster.training.run_folder import read_file, reading, replace_file, write_named
 
+OF_GROUPS = ("#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
 INK, MUTED, LINE, GOAL = "#1f2937", "#6b7280", "#2563eb", "#059669"
 
 
@@ -94,6 +96,8 @@ def _any_backend() -> Iterator[None]:
 def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal: float | None = None) -> None:
     """Draws mean return over env steps, with the band that holds most of the last 100 episodes, into a PNG.
 
+    Where there are several groups of agents, each has a curve without a band besides.
+
     While no episode has ended the picture says so.  goal: the return that counts as solved, drawn as a line. Raises
     ImportError without matplotlib.
     """
@@ -103,6 +107,9 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
         steps, mean, low, high = curve.T
         label, band = "mean of the last 100 episodes", "10th to 90th percentile"
         picture.draw(steps, mean, low, high, color=LINE, label=label, band=band)
+        for color, (group, returns) in zip(itertools.cycle(OF_GROUPS), read_groups(metrics_path).items(), strict=False):
+            steps_of, means = returns.T
+            picture.draw(steps_of, means, means, means, color=color, label=f"mean of {group}", band=None)
         picture.axes.set_xlim(0, steps[-1])
         if goal is not None:
             label = as_written(f"solved: {goal:,g}")
@@ -119,13 +126,27 @@ def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.fl
     Raises UsageError where the file is no run's.
     """
     with reading(metrics_path):
-        text = read_file(metrics_path.parent, metrics_path.name).decode()
-        rows = [
-            [float(row[name]) for name in ("steps", "mean_return", "low_return", "high_return")]
-            for row in csv.DictReader(io.StringIO(text, newline=""))
-            if row["mean_return"]
-        ]
-    return np.array(rows, dtype=np.float64).reshape(-1, 4)
+        return _columns(_rows(metrics_path), "mean_return", "low_return", "high_return")
+
+
+def read_groups(metrics_path: Path) -> dict[str, np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
+    """By group of agents, where there are several, rows [R, 2] of steps and mean return. Raises as `read_curve`."""
+    prefix = "mean_return/"
+    with reading(metrics_path):
+        rows = _rows(metrics_path)
+        names = [name for name in (rows[0] if rows else ()) if name.startswith(prefix)]
+        return {name.removeprefix(prefix): _columns(rows, name) for name in names}
+
+
+def _rows(metrics_path: Path) -> list[dict[str, str]]:
+    text = read_file(metrics_path.parent, metrics_path.name).decode()
+    return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def _columns(rows: list[dict[str, str]], *names: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """The steps and these columns of the rows in which the first of them has a value."""
+    values = [[float(row[name]) for name in ("steps", *names)] for row in rows if row[names[0]]]
+    return np.array(values, dtype=np.float64).reshape(-1, 1 + len(names))
 
 
 def drawn(path: Path, draw: Callable[[], object]) -> str:

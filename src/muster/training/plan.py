@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from muster.algorithms.ppo_config import PPOConfig
+from muster.algorithms.ppo_config import POLICIES, MAPPOConfig, PPOConfig
 from muster.arguments import check_options, fields_of, option
 from muster.errors import ConfigError, UsageError, printable
 from muster.extras import installed_version
@@ -19,6 +19,10 @@ from muster.recipes.known_envs import installed_alone, is_of_known_library, not_
 from muster.recipes.named import split_name
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config, require_room
+
+CONFIGS: Mapping[str, type[PPOConfig]] = {"PPO": PPOConfig, "MAPPO": MAPPOConfig}
+"""The options of each algorithm."""
+SINCE_AGENTS = ("policy", "memory_size", "sequence_length", "sprite")  # options that older runs have not
 
 
 @dataclass(frozen=True)
@@ -145,13 +149,18 @@ class TrainingPlan:
         return printable(os.path.basename(self.env) if split_name(self.env)[0].endswith(".py") else self.env)
 
     @property
+    def algorithm(self) -> str:
+        return next(name for name, kind in CONFIGS.items() if type(self.config) is kind)
+
+    @property
     def title(self) -> str:
-        return f"{self.name}, PPO, seed {self.config.seed}"
+        return f"{self.name}, {self.algorithm}, seed {self.config.seed}"
 
     def differences(self) -> str:
         """What is not as the preset has it, as ``name=value``; seed and total_steps are each run's own."""
-        preset = PPOConfig(**preset_named(self.preset).config)
-        names = [one.name for one in dataclasses.fields(PPOConfig) if one.name not in ("seed", "total_steps")]
+        kind = type(self.config)
+        preset = kind(**preset_named(self.preset).config)
+        names = [one.name for one in dataclasses.fields(kind) if one.name not in ("seed", "total_steps")]
         values = {name: getattr(self.config, name) for name in names}
         changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
         around = {"env_kwargs": dict(self.env_kwargs), "wrapper": printable(",".join(self.wrappers))}
@@ -160,7 +169,7 @@ class TrainingPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
-        run = {"env": self.env, "algorithm": "PPO", "preset": self.preset, **asdict(self.config)}
+        run = {"env": self.env, "algorithm": self.algorithm, "preset": self.preset, **asdict(self.config)}
         made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(self.wrappers), "make_vec": dict(self.options)}
         besides = {"collectors": dict(self.collectors), "run": asdict(self.run), "with": _versions()}
         return {**run, **made, **besides}
@@ -179,22 +188,27 @@ class TrainingPlan:
             self.require_trust(run)
             yield
 
+    @property
+    def policy_code(self) -> list[str]:
+        """The function that makes the policy, where the user has named one."""
+        return [] if self.config.policy in POLICIES else [self.config.policy]
+
     def require_trust(self, run: Path) -> None:
         """Raises ConfigError where to make the envs is to run code that the folder ``run`` of the run names.
 
-        These are files, functions, wrappers, and ids of modules that Muster does not know, or that no installed package
-        has.
+        These are files, functions, wrappers, policies, and ids of modules that Muster does not know, or that no
+        installed package has.
         """
         module, name = split_name(self.env)
         is_module = all(map(str.isidentifier, module.split("."))) and not module.endswith(".py")
         # A function is called, with arguments from the folder: that of a known library may do anything.
         is_known_id = is_module and is_of_known_library(module) and not name.isidentifier()
-        code = [self.env] * (module != "" and not is_known_id) + list(self.wrappers)
+        code = [self.env] * (module != "" and not is_known_id) + list(self.wrappers) + self.policy_code
         if not code and (package := not_installed(self.env)):
             code = [f"{self.env}, whose {package} no installed package has"]
         if code:
             raise ConfigError(
-                f"{run} names code: {printable(', '.join(code))}. To make its envs is to run that code. If you trust "
+                f"{run} names code: {printable(', '.join(code))}. To use it is to run that code. If you trust "
                 "whoever made the folder, say trust=True in Python, or --trust on a command line"
             )
 
@@ -205,11 +219,13 @@ def plan_of(path: Path) -> TrainingPlan:
     Raises UsageError where this version of Muster cannot use it.
     """
     config = read_config(path)
-    names = [field.name for field in dataclasses.fields(PPOConfig)]
+    config = {**{name: getattr(PPOConfig, name) for name in SINCE_AGENTS}, **config}
+    kind = CONFIGS.get(str(config.get("algorithm")))
+    names = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
     missing = [name for name in ("env", "preset", "env_kwargs", "wrappers", "make_vec", *names) if name not in config]
-    if config.get("algorithm") != "PPO" or missing:
+    if kind is None or missing:
         raise UsageError(
-            f"{path / 'config.json'} is not that of a PPO run of this version of Muster"
+            f"{path / 'config.json'} is not that of a run of this version of Muster, by {' or '.join(CONFIGS)}"
             + (f": it lacks {', '.join(missing)}." if missing else ".")
         )
     kinds = {"env": str, "preset": str, "env_kwargs": dict, "wrappers": list, "make_vec": dict}
@@ -218,14 +234,14 @@ def plan_of(path: Path) -> TrainingPlan:
     unfit = [name for name, kind in kinds.items() if not isinstance(config[name], kind)]
     if not unfit:
         unfit += ["wrappers"] * (not all(isinstance(wrapper, str) for wrapper in config["wrappers"]))
-        for part, kind in (("make_vec", MakeVecOptions), ("collectors", CollectorsOptions)):
-            unfit += [f"{part}.{name}" for name in config[part] if name not in fields_of(kind)]
+        for part, known in (("make_vec", MakeVecOptions), ("collectors", CollectorsOptions)):
+            unfit += [f"{part}.{name}" for name in config[part] if name not in fields_of(known)]
     if unfit:
         raise UsageError(
             f"{path / 'config.json'} is not as muster train writes it: look at {', '.join(map(repr, unfit))}."
         )
     try:
-        options = PPOConfig(**{name: config[name] for name in names})
+        options = kind(**{name: config[name] for name in names})
         run = options_of(RunOptions, config["run"])
         makers_of({**config["make_vec"], **config["collectors"]})
     except ConfigError as error:

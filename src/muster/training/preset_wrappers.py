@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces, wrappers
 
 from muster.extras import require
+from muster.spaces.masks import MASK
 
 PIXELS = 84  # of each side, as in Mnih et al. 2015
 
@@ -46,10 +47,12 @@ def image_alone(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
 def flat(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     """The parts of a Dict or Tuple observation, one after the other in one Box of float32; codes are one-hot.
 
-    Observations that no Box can hold, such as those with a Sequence or a Graph in them, stay as they are.
+    Observations that no Box can hold, such as those with a Sequence or a Graph in them, stay as they are; so do those
+    with an action mask.
     """
     space = env.observation_space
-    if not space.is_np_flattenable or not spaces.flatdim(space):
+    is_masked = isinstance(space, spaces.Dict) and MASK in space.spaces
+    if is_masked or not space.is_np_flattenable or not spaces.flatdim(space):
         return env
     flattened = wrappers.FlattenObservation(env)
     box = flattened.observation_space

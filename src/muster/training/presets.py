@@ -1,13 +1,15 @@
-"""What `muster train` starts with, by family of envs: values of PPO's options, and wrappers. Data, and its reader.
+"""What `muster train` starts with, by family of envs: values of options, and wrappers. Data, and its reader.
 
 A family is where an env's class comes from, and what its spaces are; no row names an env. The first row that fits
-counts. Values come from RL Baselines3 Zoo 2.9.2 (hyperparams/ppo.yml), whose ``vf_coef`` is doubled here, or from
-CleanRL's files; each row's source says what else was measured.
+counts. Rows for agents hold options of MAPPO, the others of PPO. Values come from RL Baselines3 Zoo 2.9.2
+(hyperparams/ppo.yml), whose ``vf_coef`` is doubled here, or from CleanRL's files; each row's source says what else was
+measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,8 +17,8 @@ import gymnasium as gym
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
-from muster.algorithms.encoder import kind_of
-from muster.errors import UsageError
+from muster.algorithms.encoder import kind_of, leaves_of
+from muster.errors import ConfigError, UsageError
 from muster.training.preset_wrappers import atari_frames, flat, image_alone, small_images
 
 Actions = Literal["discrete", "continuous"]
@@ -30,6 +32,7 @@ class Preset:
 
     package: of the env's class, with all that lies in it; "" for any.  observations: kinds as `kind_of` has them, and
     "mixed" for Dict and Tuple; none for any.  config: values of `PPOConfig`.  env_kwargs, wrappers: for `make_vec`.
+    agents: whether it is for envs with agents, and its values are of `MAPPOConfig`; packages then are as ids have them.
     modules: that the wrappers cannot do without, keys of `muster.extras.PACKAGES`.
     """
 
@@ -42,10 +45,12 @@ class Preset:
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrappers: Sequence[Callable[[Any], Any]] = ()
     modules: Sequence[str] = ()
+    agents: bool = False
 
-    def fits(self, package: str, observations: str, actions: Actions) -> bool:
+    def fits(self, package: str, observations: str, actions: Actions, agents: bool) -> bool:
         return (
-            (not self.package or f"{package}.".startswith(f"{self.package}."))
+            self.agents == agents
+            and (not self.package or f"{package}.".startswith(f"{self.package}."))
             and (not self.observations or observations in self.observations)
             and self.actions in (None, actions)
         )
@@ -70,7 +75,33 @@ WIDE = {
     "log_std_init": -2.0, "total_steps": 1_000_000, **NORMALIZED,
 }  # fmt: skip
 
+# One update for 2,048 env steps, in each of which all agents act.
+AGENTS = {
+    "num_envs": 16, "num_steps": 128, "num_minibatches": 8, "update_epochs": 10, "learning_rate": 1e-3,
+    "total_steps": 1_000_000,
+}  # fmt: skip
+SISL = {
+    "num_envs": 16, "num_steps": 256, "num_minibatches": 16, "update_epochs": 6, "learning_rate": 5e-4,
+    "total_steps": 3_000_000, **NORMALIZED,
+}  # fmt: skip
+
+MELTING_POT = {
+    "num_envs": 4, "num_steps": 128, "num_minibatches": 8, "update_epochs": 2, "learning_rate": 5e-4, "gamma": 0.99,
+    "ent_coef": 0.01, "normalize_rewards": True, "torch_threads": 2, "total_steps": 1_000_000,
+}  # fmt: skip
+
 PRESETS = (
+    Preset(
+        "MPE", "measured here: -15.1 on simple_spread_v3", {**AGENTS, "gamma": 0.95, "total_steps": 500_000},
+        package="pettingzoo.mpe", agents=True,
+    ),
+    Preset("SISL", "as Box2D", SISL, package="pettingzoo.sisl", observations=("numbers",), agents=True),
+    Preset(
+        "Melting Pot", "IPPO, whose critic sees one agent's image", {**MELTING_POT, "critic": "own", "sprite": 8},
+        package="meltingpot", agents=True,
+    ),
+    Preset("agents", "as SISL", {**SISL, "ent_coef": 0.01}, observations=("numbers", "bytes"), agents=True),
+    Preset("agents, codes or images", "as MPE, with entropy", {**AGENTS, "ent_coef": 0.01}, agents=True),
     Preset(
         "classic control",
         "measured here, 3 seeds: CartPole-v1 500, MountainCar-v0 -143, Acrobot-v1 -89; by the zoo's values for "
@@ -110,12 +141,17 @@ PRESETS = (
         "147,000 steps, and is at 0.92 after 37,000)",
         {"num_envs": 8, "num_steps": 128, "num_minibatches": 8, "update_epochs": 8, "learning_rate": 7e-4,
          "norm_adv": False, "ent_coef": 0.01, "vf_coef": 1.0, "total_steps": 300_000},
-        package="minigrid", observations=("mixed", "grid", "images"), actions="discrete", wrappers=(image_alone,),
+        package="minigrid", observations=("mixed", "mixed with images", "grid", "images"), actions="discrete",
+        wrappers=(image_alone,),
     ),
     Preset(
         "images", "CleanRL's ppo_atari, rewards normalised, images of at most 84 x 84",
         {**ATARI_PPO, "normalize_rewards": True, "total_steps": 1_000_000},
         observations=("images",), wrappers=(small_images,),
+    ),
+    Preset(
+        "images among others", "as images; what is a measurement beside them is normalised",
+        {**ATARI_PPO, **NORMALIZED, "total_steps": 1_000_000}, observations=("mixed with images",),
     ),
     Preset(
         "mixed observations",
@@ -144,10 +180,32 @@ def preset_for(spec: EnvSpec | None, observation_space: gym.Space[Any], action_s
     """The row for an env with these spaces.  spec: None for an env that was never registered."""
     entry_point = spec.entry_point if spec is not None else None
     package = entry_point.partition(":")[0] if isinstance(entry_point, str) else getattr(entry_point, "__module__", "")
-    mixed = isinstance(observation_space, (spaces.Dict, spaces.Tuple))
-    observations = "mixed" if mixed else kind_of(observation_space)
-    actions: Actions = "continuous" if isinstance(action_space, spaces.Box) else "discrete"
-    return next(preset for preset in PRESETS if preset.fits(package, observations, actions))
+    return _first_fit(package, [observation_space], [action_space], agents=False)
+
+
+def preset_for_agents(name: str, observation_spaces: Sequence[Any], action_spaces: Sequence[Any]) -> Preset:
+    """The row for an env with groups of agents that have these spaces.  name: as `env_named` takes it."""
+    package = name.replace("pettingzoo/mpe2/", "pettingzoo/mpe/").replace("/", ".")
+    return _first_fit(package, observation_spaces, action_spaces, agents=True)
+
+
+def _first_fit(
+    package: str, observation_spaces: Sequence[Any], action_spaces: Sequence[Any], *, agents: bool
+) -> Preset:
+    kinds = set(map(_kind_of, observation_spaces))
+    continuous = any(isinstance(space, spaces.Box) for space in action_spaces)
+    observations = "mixed" if len(kinds) > 1 else kinds.pop()
+    actions: Actions = "continuous" if continuous else "discrete"
+    return next(preset for preset in PRESETS if preset.fits(package, observations, actions, agents))
+
+
+def _kind_of(space: gym.Space[Any]) -> str:
+    """As `kind_of`; "mixed with images" where an image or a grid is in it, and nothing that has to be flattened."""
+    kind = kind_of(space)
+    with suppress(ConfigError, UsageError):  # a text, for one, is flattened
+        if kind == "mixed" and any(kind_of(leaf) in ("images", "grid") for leaf in leaves_of(space).values()):
+            return "mixed with images"
+    return kind
 
 
 def preset_named(name: str) -> Preset:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from muster.algorithms.ppo_config import MAPPOConfig
 from muster.errors import UsageError
 from muster.extras import require
 from muster.pool.notices import starts_unsaid
@@ -14,15 +15,17 @@ from muster.recipes.named import callable_named, env_named
 from muster.training.plan import TrainingPlan
 from muster.training.presets import preset_named
 from muster.vector.make import make_vec
+from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SAID_AFTER_S = 1.0
+RunEnvs = VectorEnv | MultiAgentVectorEnv
 
 
-def start_run_envs(plan: TrainingPlan, console: Console, num_envs: int | None = None, **options: Any) -> VectorEnv:
+def start_run_envs(plan: TrainingPlan, console: Console, num_envs: int | None = None, **options: Any) -> RunEnvs:
     """The envs of `open_run_envs`. What takes longer than a second is said meanwhile."""
     count = plan.config.num_envs if num_envs is None else num_envs
     with start_said(console, count, {**plan.options, **options}):
@@ -47,19 +50,26 @@ def open_run_envs(
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Callable[[Any], Any]] = (),
     **options: Any,
-) -> VectorEnv:
+) -> RunEnvs:
     """The plan's envs, in the plan's own wrappers, and around these the preset's; modules that they need are imported.
 
     num_envs: None for the plan's; of another number the workers are as many as suit it.
     env_kwargs, wrappers: in addition to the plan's, and around them.  options: further ones of `make_vec`, in place of
     the plan's.
-    Raises what `make_vec` raises, UsageError for envs with agents, ImportError where the preset needs a package.
+    Raises what `make_vec` raises, UsageError for envs with agents where the plan is PPO's, or the other way round, and
+    ImportError where the preset needs a package.
     """
     recipe = recipe_of(plan, env_kwargs or {}, wrappers)
     count = plan.config.num_envs if num_envs is None else num_envs
     left_out = () if count == plan.config.num_envs else ("num_workers", "caller_steps")
     made = {name: value for name, value in plan.options.items() if name not in left_out}
-    return open_envs(plan.env, count, **recipe, **{**made, **options})
+    envs = open_envs(plan.env, count, **recipe, **{**made, **state_of(plan), **options})
+    has_agents = isinstance(envs, MultiAgentVectorEnv)
+    if has_agents != isinstance(plan.config, MAPPOConfig):
+        envs.close()
+        count_now = "several agents" if has_agents else "one agent"
+        raise UsageError(f"{plan.env} has {count_now}, and its run is of {plan.algorithm}: it was another env then")
+    return envs
 
 
 def recipe_of(
@@ -76,16 +86,17 @@ def recipe_of(
     return {"env_kwargs": {**by_preset, **plan.env_kwargs, **env_kwargs}, "wrappers": around}
 
 
+def state_of(plan: TrainingPlan) -> dict[str, bool]:
+    """The option of `make_vec` that has envs with agents tell their state, where a critic sees it."""
+    return {"state": plan.config.critic == "centralised"} if isinstance(plan.config, MAPPOConfig) else {}
+
+
 def open_envs(
     name: str, num_envs: int, *, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]], **options: Any
-) -> VectorEnv:
-    """The envs of a name, as `env_named` reads it, as training needs them. Raises as `open_run_envs`."""
+) -> RunEnvs:
+    """The envs of a name, as `env_named` reads it, as training needs them. Raises what `make_vec` raises."""
     made = {"autoreset_mode": "same_step", **options}
-    envs = make_vec(env_named(name), num_envs, env_kwargs=env_kwargs, wrappers=wrappers, **made)
-    if not isinstance(envs, VectorEnv):
-        envs.close()
-        raise UsageError(f"{name} has several agents; muster train takes envs with one.")
-    return envs
+    return make_vec(env_named(name), num_envs, env_kwargs=env_kwargs, wrappers=wrappers, **made)
 
 
 @contextmanager

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,20 +10,19 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from muster.errors import SpecMismatch, UsageError, printable
+from muster.errors import SpecMismatch, printable
 from muster.extras import imports_for
-from muster.spaces.plain import from_plain
+from muster.spaces.masks import MASK, are_masks, usable
 from muster.training.plan import plan_of
-from muster.training.run_envs import open_run_envs
-from muster.training.run_folder import read_config, reading, require_room
-from muster.vector.vector_env import VectorEnv
+from muster.training.run_envs import RunEnvs, open_run_envs
+from muster.training.run_folder import reading
 
 with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
     import torch
 
-    from muster.algorithms.actor_critic import ActorCritic, act
-    from muster.algorithms.normalization import ObservationNormalizer
+    from muster.algorithms.encoder import as_observation
     from muster.training.checkpoints import find_checkpoint, read_checkpoint
+    from muster.training.run_networks import facts_in, networks_in
 
 
 def load_policy(
@@ -46,9 +42,11 @@ def load_policy(
     "best" of a run with ``--eval-every``, or a path.
     sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
     trust: lets ``policy.make_vec`` import modules, files and wrappers that the folder names, also from the working
-    directory. Loading imports nothing, makes no env, and executes no code of the folder.
+    directory. Loading makes no env, and executes no code of the folder; but where ``--policy`` has named a function,
+    it takes trust, and calls that.
 
-    Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint.
+    Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint, and
+    ConfigError for a named policy without trust.
     """
     return RunPolicy(Path(run), checkpoint, sample=sample, trust=trust)
 
@@ -56,43 +54,120 @@ def load_policy(
 class RunPolicy:
     """A trained policy: ``policy(obs)`` gives actions. It can be pickled, and computes on the CPU.
 
-    observation_space, action_space: of one env, as the run had them.  steps: env steps of its training.
+    observation_space, action_space: of one env, as the run had them; with agents by group, those of one agent.
+    groups: the names of the agents of each group; empty for envs with one agent.  steps: env steps of its training.
     """
 
     def __init__(self, run: Path, checkpoint: str | os.PathLike[str] | None, *, sample: bool, trust: bool) -> None:
         plan, (folder, file) = plan_of(run), find_checkpoint(run, checkpoint)
         state = read_checkpoint(folder, file)
         self.run, self.plan, self.sample, self.trust = run, plan, sample, trust
-        config = plan.config
-        self.observation_space, self.action_space = _spaces_of(run, config.hidden_sizes)
-        self._policy = ActorCritic(self.observation_space, self.action_space, torch.Generator(), **config.network)
-        self._normalizer = None
+        if plan.policy_code and not trust:
+            plan.require_trust(run)
+        facts = facts_in(run, plan.config)
+        self.observation_space, self.action_space = facts.observation_space, facts.action_space
+        self.groups = facts.groups
         with reading(folder / file):
             self.steps = int(state["steps"])
-            self._policy.load_state_dict(state["policy"])
-            if config.normalize_observations:
-                self._normalizer = ObservationNormalizer(self.observation_space.shape or ())
-                self._normalizer.moments.load(state["normalizers"]["observations"])
+            self._networks = networks_in(state, facts, plan.config)
 
-    def __call__(self, obs: Any) -> Any:
+    @property
+    def initial_state(self) -> dict[Any, torch.Tensor] | None:
+        """What the memory of one env begins with, which collectors take from here; None for a policy without memory."""
+        return self._networks.initial_state
+
+    def __call__(self, obs: Any, state: Any = None, *, masks: Any = None, alive: Any = None) -> Any:
         """Actions for observations [B, *obs_shape], or the action for a single one [*obs_shape].
 
         obs: an array, or what NumPy makes one of, or a tensor; of the space's dtype, or one that it holds all kinds of
-        numbers of, such as float64 for float32.
-        Returns an array of the action space's dtype, a tensor for a tensor. Raises SpecMismatch for other shapes and
-        dtypes.
-        """
-        rows, is_single = self._rows(obs)
-        threads = self.plan.config.torch_threads
-        actions = act(self._policy, self._normalizer, rows, sample=self.sample, threads=threads)
-        if is_single:
-            actions = actions[0]
-        if isinstance(obs, torch.Tensor):
-            return actions.to(obs.device)
-        array = actions.numpy()
-        return array[()] if isinstance(self.action_space, spaces.Discrete) else array  # a number, not an array of one
+        numbers of, such as float64 for float32.  masks: bool [B, n] or [n], the choices that are allowed; None: all.
+        Returns an array of the action space's dtype, a tensor for a tensor. A policy with memory also returns its
+        state: hand it over with the next observations, and None where episodes begin. Raises SpecMismatch for other
+        shapes and dtypes.
 
-    def make_vec(self, num_envs: int = 1, **options: Any) -> VectorEnv:
+        With agents, all of these are dicts by group, [B, A, ...] or [A, ...], and alive is bool [B, A] or [A]; or they
+        are by agent, as PettingZoo's envs have them, where an observation may have its mask in it.
+        """
+        if not self.groups:
+            actions, after = self._act_alone(obs, state, masks)
+        elif isinstance(obs, Mapping) and obs.keys() >= self.groups.keys():
+            actions, after = self._act_by_group(obs, state, masks or {}, alive or {})
+        else:
+            places = {agent: (group, i) for group, agents in self.groups.items() for i, agent in enumerate(agents)}
+            if not isinstance(obs, Mapping) or not places.keys() >= set(map(str, obs)):
+                got = list(obs) if isinstance(obs, Mapping) else type(obs).__name__
+                expected = f"by group, {list(self.groups)}, or by agent, {list(places)}"
+                raise SpecMismatch(f"policy: expected observations {expected}, got {got}.")
+            rows, allowed, there = self._by_agent(obs, masks or {})
+            by_group, after = self._act_by_group(rows, state, allowed, there)
+            at = {agent: places[str(agent)] for agent in obs}
+            actions = {agent: by_group[group][i] for agent, (group, i) in at.items()}
+        return actions if after is None else (actions, after)
+
+    def _act_alone(self, obs: Any, state: Any, masks: Any) -> tuple[Any, Any]:
+        rows, is_single = _rows(obs, self.observation_space)
+        if masks is None and isinstance(obs, Mapping) and are_masks(obs.get(MASK), self.action_space):
+            masks = obs[MASK]
+        allowed = _usable(masks, self.action_space)
+        if allowed is not None:
+            allowed = allowed.reshape(len(rows), -1)
+        actions, after = self._act(rows, state, masks=allowed)
+        return _as_given(actions[0] if is_single else actions, obs, self.action_space), after
+
+    def _act_by_group(
+        self, obs: Mapping[str, Any], state: Any, masks: Mapping[str, Any], alive: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Any]:
+        found = {
+            group: _rows(obs[group], self.observation_space[group], len(agents))
+            for group, agents in self.groups.items()
+        }
+        rows = {group: one for group, (one, _) in found.items()}
+        if len(counts := {(len(one), is_single) for one, is_single in found.values()}) > 1:
+            raise SpecMismatch(
+                f"policy: expected as many observations of each group, got {[len(one) for one in rows.values()]}."
+            )
+        ((_, are_single),) = counts
+        allowed = {
+            group: one.reshape(*rows[group].shape[:2], -1)
+            for group, space in self.action_space.items()
+            if (one := _usable(masks.get(group), space)) is not None
+        }
+        there = {group: torch.as_tensor(one).bool().reshape(rows[group].shape[:2]) for group, one in alive.items()}
+        by_group, after = self._act(rows, state, masks=allowed, alive=there)
+        actions = {
+            group: _as_given(one[0] if are_single else one, obs[group], self.action_space[group], is_group=True)
+            for group, one in by_group.items()
+        }
+        return actions, after
+
+    def _act(self, rows: Any, state: Any, **besides: Any) -> tuple[Any, Any]:
+        return self._networks.act(rows, state, **besides, sample=self.sample, threads=self.plan.config.torch_threads)
+
+    def _by_agent(self, obs: Mapping[Any, Any], masks: Mapping[Any, Any]) -> tuple[dict[str, Any], ...]:
+        """Observations [A, *obs_shape], masks [A, n] and alive [A] by group; zeros for who is not there."""
+        rows, allowed, alive = {}, {}, {}
+        by_name, masks_by_name = ({str(agent): one for agent, one in of.items()} for of in (obs, masks))
+        for group, agents in self.groups.items():
+            space, acts = self.observation_space[group], self.action_space[group]
+            alive[group] = np.array([agent in by_name for agent in agents])
+            seen, own_masks = ([of.get(str(agent)) for agent in agents] for of in (by_name, masks_by_name))
+            for i, one in enumerate(seen):
+                if isinstance(one, Mapping):
+                    own_masks[i] = one.get(MASK, own_masks[i])
+                    seen[i] = one["observation"] if one.keys() == {"observation", MASK} else one
+            try:
+                rows[group] = _stacked(seen, space)
+            except (LookupError, TypeError, ValueError) as error:
+                raise SpecMismatch(
+                    f"policy: expected observations of {space} of the agents {agents}: {error}."
+                ) from None
+            if isinstance(acts, spaces.Discrete):
+                everything = np.ones(int(acts.n), np.bool_)
+                checked: list[Any] = [mask if are_masks(mask, acts) else everything for mask in own_masks]
+                allowed[group] = np.stack(checked)
+        return rows, allowed, alive
+
+    def make_vec(self, num_envs: int = 1, **options: Any) -> RunEnvs:
         """The run's envs, with the arguments and wrappers of the run and its preset; they are the caller's to close.
 
         options: of `muster.make_vec`. ``env_kwargs`` and ``wrappers`` are added to the run's; ``autoreset_mode`` is
@@ -103,56 +178,68 @@ class RunPolicy:
             return open_run_envs(self.plan, num_envs, **options)
 
     def __repr__(self) -> str:
-        return f"<policy of {str(self.run)!r}: {printable(self.plan.env)}, PPO after {self.steps:,} steps>"
+        trained = f"{self.plan.algorithm} after {self.steps:,} steps"
+        return f"<policy of {str(self.run)!r}: {printable(self.plan.env)}, {trained}>"
 
-    def _rows(self, obs: Any) -> tuple[torch.Tensor, bool]:
-        """Observations as a batch of the space's dtype, and whether it was a single one."""
-        shape, dtype = self.observation_space.shape or (), np.dtype(self.observation_space.dtype)
+
+def _stacked(seen: Sequence[Any], space: spaces.Space[Any]) -> Any:
+    """The agents' observations [A, *shape]; zeros for None."""
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        return {
+            name: _stacked([None if one is None else one[name] for one in seen], part)
+            for name, part in _parts_of(space).items()
+        }
+    return np.stack([np.zeros(space.shape or (), space.dtype) if one is None else one for one in seen])
+
+
+def _parts_of(space: Any) -> Mapping[Any, spaces.Space[Any]]:
+    parts: Mapping[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
+    return parts
+
+
+def _usable(masks: Any, space: spaces.Space[Any]) -> torch.Tensor | None:
+    """The masks of an action space as the policy takes them; None for spaces whose actions it does not mask."""
+    masks = masks.cpu() if isinstance(masks, torch.Tensor) else masks
+    if masks is not None and isinstance(space, spaces.Discrete) and not are_masks(masks, space):
+        raise SpecMismatch(f"policy: expected masks [..., {space.n}], got shape {list(np.shape(masks))}.")
+    return torch.from_numpy(usable(masks)) if are_masks(masks, space) else None
+
+
+def _rows(obs: Any, space: spaces.Space[Any], *agents: int) -> tuple[Any, bool]:
+    """Observations as a batch of the space's dtype, and whether it was a single one. agents: how many a group has."""
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
         try:
-            given = obs.detach().cpu().numpy() if isinstance(obs, torch.Tensor) else np.asarray(obs)
-        except (TypeError, ValueError) as error:
-            reason = str(error).partition(".")[0]
-            raise SpecMismatch(f"policy: expected an array of {dtype}, and NumPy cannot make one: {reason}.") from None
-        dims = given.ndim - len(shape)
-        if not np.can_cast(given.dtype, dtype, "same_kind"):
-            got = type(obs).__name__ if given.dtype == object else str(given.dtype)
-            raise SpecMismatch(f"policy: expected observations of dtype {dtype}, got {got}.")
-        if dims not in (0, 1) or given.shape[dims:] != shape:
-            batch = ", ".join(map(str, ("B", *shape)))
-            raise SpecMismatch(
-                f"policy: expected observations of shape {list(shape)}, or a batch [{batch}], got {list(given.shape)}."
-            )
-        # A copy: torch warns of arrays that cannot be written to.
-        return torch.from_numpy(np.array(given, dtype, order="C").reshape(-1, *shape)), dims == 0
-
-
-def _spaces_of(run: Path, hidden_sizes: Sequence[int]) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-    """The spaces of the run's envs. Raises UsageError, also where no memory holds a network of theirs."""
-    path, kept = run / "config.json", read_config(run).get("spaces")
-    if not isinstance(kept, Mapping) or not {"observations", "actions"} <= kept.keys():
-        raise UsageError(
-            f"{path} says nothing of spaces; muster train --resume writes them for runs of older versions."
-        )
-    observations, actions = kept["observations"], kept["actions"]
-    widths = _width_of(observations), *hidden_sizes, _width_of(actions)
-    weights = sum(itertools.starmap(operator.mul, itertools.pairwise(widths)))
-    # Of actor and critic, whose layers are objects of 20 KB; bounds of the spaces.
-    require_room(path, 8 * weights + 20_000 * len(widths) + 40 * (widths[0] + widths[-1]))
+            found = {str(name): _rows(obs[name], part, *agents) for name, part in _parts_of(space).items()}
+        except (LookupError, TypeError):
+            raise SpecMismatch(f"policy: expected observations of {space}, got {type(obs).__name__}.") from None
+        are_single = [is_single for _, is_single in found.values()]
+        if len(counts := {len(rows) for rows, _ in found.values()}) > 1:
+            raise SpecMismatch(f"policy: expected as many of each part of {space}, got {sorted(counts)}.")
+        return as_observation({name: rows for name, (rows, _) in found.items()}, 1 + len(agents)), all(are_single)
+    shape, dtype = (*agents, *(space.shape or ())), np.dtype(space.dtype)
     try:
-        return from_plain(observations), from_plain(actions)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
+        given = obs.detach().cpu().numpy() if isinstance(obs, torch.Tensor) else np.asarray(obs)
+    except (TypeError, ValueError) as error:
+        reason = str(error).partition(".")[0]
+        raise SpecMismatch(f"policy: expected an array of {dtype}, and NumPy cannot make one: {reason}.") from None
+    dims = given.ndim - len(shape)
+    if not np.can_cast(given.dtype, dtype, "same_kind"):
+        got = type(obs).__name__ if given.dtype == object else str(given.dtype)
+        raise SpecMismatch(f"policy: expected observations of dtype {dtype}, got {got}.")
+    if dims not in (0, 1) or given.shape[dims:] != shape:
+        batch = ", ".join(map(str, ("B", *shape)))
+        raise SpecMismatch(
+            f"policy: expected observations of shape {list(shape)}, or a batch [{batch}], got {list(given.shape)}."
+        )
+    # A copy: torch warns of arrays that cannot be written to.
+    return torch.from_numpy(np.array(given, dtype, order="C").reshape(-1, *shape)), dims == 0
 
 
-def _width_of(plain: object) -> int:
-    """The numbers that a network has for a space as `to_plain` describes it; 0 for what `from_plain` refuses."""
-    match plain:
-        case {"kind": "Box", "shape": [*sizes]} if all(isinstance(size, int) for size in sizes):
-            return math.prod(sizes)
-        case {"kind": "Discrete" | "MultiBinary", "n": int(n)}:
-            return n
-        case {"kind": "MultiBinary", "n": [*sizes]} if all(isinstance(size, int) for size in sizes):
-            return math.prod(sizes)
-        case {"kind": "MultiDiscrete", "nvec": [*choices]} if all(isinstance(n, int) for n in choices):
-            return sum(choices)
-    return 0
+def _as_given(actions: torch.Tensor, obs: Any, space: spaces.Space[Any], *, is_group: bool = False) -> Any:
+    """Actions as an array, or as a tensor where the observations are some."""
+    while isinstance(obs, (Mapping, tuple)):
+        obs = next(iter(obs.values() if isinstance(obs, Mapping) else obs))
+    if isinstance(obs, torch.Tensor):
+        return actions.to(obs.device)
+    array = actions.numpy()
+    return array[()] if isinstance(space, spaces.Discrete) and not is_group else array  # a number, not an array of one

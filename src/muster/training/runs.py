@@ -9,18 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from muster.algorithms import PPO, PPOMetrics
+from muster.algorithms import MAPPO, PPO, MAPPOMetrics, PPOMetrics
+from muster.algorithms.on_policy import OnPolicy
+from muster.algorithms.ppo_config import MAPPOConfig
+from muster.algorithms.ppo_parts import columns_of
 from muster.errors import DISK_FULL, UsageError
 from muster.recipes.named import env_named
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.evaluation import evaluate
-from muster.spaces.plain import to_plain
 from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
@@ -28,11 +30,11 @@ from muster.training.events import charts
 from muster.training.film import film_episode
 from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_envs import recipe_of, start_run_envs, start_said
+from muster.training.run_envs import RunEnvs, recipe_of, start_run_envs, start_said, state_of
 from muster.training.run_folder import BEST, LOST_METRICS, RunFolder, as_word, new_folder, reading, states_in
+from muster.training.run_networks import plain_of
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
-from muster.vector.vector_env import VectorEnv
 
 Result = TypeVar("Result")
 
@@ -40,25 +42,30 @@ SOLVED_OVER = 100  # episodes, as Gymnasium's thresholds are meant
 
 
 @contextmanager
-def start_ppo(plan: TrainingPlan, console: Console) -> Iterator[PPO]:
-    """The plan's PPO. Its envs, in workers or in collectors, are closed at the end."""
+def start_algorithm(plan: TrainingPlan, console: Console) -> Iterator[OnPolicy[Any]]:
+    """The plan's PPO or MAPPO. Its envs, in workers or in collectors, are closed at the end."""
     if not plan.collectors:
         with start_run_envs(plan, console) as envs:
-            yield PPO(envs, plan.config)
+            yield _algorithm(envs, plan)
         return
-    collectors = {**plan.options, **plan.collectors, "make_vec_options": recipe_of(plan, {})}
+    collectors = {**plan.options, **plan.collectors, "make_vec_options": {**recipe_of(plan, {}), **state_of(plan)}}
     nodes, folder = collectors.pop("nodes", None), collectors.pop("working_dir", None)
     if "cluster" in collectors:
         collectors["cluster"] = RayCluster(nodes=nodes, runtime_env={"working_dir": folder} if folder else None)
     with start_said(console, plan.config.num_envs, plan.options):
-        ppo = PPO(env_named(plan.env), plan.config, collectors=collectors)
-    with ppo:
-        yield ppo
+        algorithm = _algorithm(env_named(plan.env), plan, collectors=collectors)
+    with algorithm:
+        yield algorithm
+
+
+def _algorithm(envs: Any, plan: TrainingPlan, **options: Any) -> OnPolicy[Any]:
+    config = plan.config
+    return MAPPO(envs, config, **options) if isinstance(config, MAPPOConfig) else PPO(envs, config, **options)
 
 
 def train(
     plan: TrainingPlan,
-    ppo: PPO,
+    ppo: OnPolicy[Any],
     console: Console,
     *,
     run_dir: Path | None,
@@ -70,22 +77,20 @@ def train(
     The last complete iteration is saved in any case. While the disk is full the training goes on; where it still is at
     the end, this raises the OSError that says so.
 
-    ppo: of `start_ppo`.  run_dir: the run's folder, None for a new one in ``runs/``.
+    ppo: of `start_algorithm`.  run_dir: the run's folder, None for a new one in ``runs/``.
     resume: goes on with the run that is in ``run_dir``.
     learning_rate: what a run that goes on starts from, None for the rate that it had reached.
     """
     path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
     with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
         before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
-        spaces = {"observations": ppo.observation_space, "actions": ppo.action_space}
-        plain = {name: to_plain(space) for name, space in spaces.items()}  # so that `load_policy` needs no env
-        folder.write_config({**plan.to_dict(), "spaces": plain})
+        folder.write_config({**plan.to_dict(), "spaces": plain_of(ppo)})  # so that `load_policy` needs no env
         noun = "collector" if plan.collectors else "worker"
         count = plan.collectors["num_collectors"] if plan.collectors else len(ppo.envs.stats()["workers"])
         begun = f", from step {ppo.steps:,}" if resume else ""
         preset = f"preset {plan.preset}" + (f", but {plan.differences()}" if plan.differences() else "")
         console.print(
-            f"[bold]{escape(plan.name)}[/]  [dim]PPO, {plan.config.total_steps:,} steps{begun}, seed "
+            f"[bold]{escape(plan.name)}[/]  [dim]{plan.algorithm}, {plan.config.total_steps:,} steps{begun}, seed "
             f"{plan.config.seed}, {plan.config.num_envs} envs on {count} {noun}{'s' * (count > 1)}, "
             f"{escape(preset)}[/]",
             soft_wrap=True,
@@ -102,7 +107,7 @@ def train(
 
 
 def evaluate_run(
-    policy: RunPolicy, envs: VectorEnv, console: Console, *, episodes: int, seed: int, max_steps: int | None
+    policy: RunPolicy, envs: RunEnvs, console: Console, *, episodes: int, seed: int, max_steps: int | None
 ) -> signal.Signals | None:
     """Prints returns and lengths of whole episodes that a run's policy plays; statistics stay as in the checkpoint.
 
@@ -119,15 +124,17 @@ def evaluate_run(
         played = _unless_stopped(play, console)
     if isinstance(played, signal.Signals):
         return played
-    returns = played.returns
-    table = Table(
-        title=f"{escape(policy.plan.name)}, PPO after {policy.steps:,} steps", title_justify="left", show_header=False
-    )
+    returns = played.means
+    title = f"{escape(policy.plan.name)}, {policy.plan.algorithm} after {policy.steps:,} steps"
+    console.print(f"[italic]{title}[/]", soft_wrap=True)  # as the table's title it would be as narrow as that
+    table = Table(show_header=False)
     actions = "drawn from the policy" if policy.sample else "the likeliest"
     left_out = episodes - len(returns)
     ended = f"{len(returns)} of {episodes}" if left_out else f"{episodes}"
+    groups = columns_of(policy.groups) if len(policy.groups) > 1 else {}
     for name, text in {
         "mean return": f"{returns.mean():,.1f}, deviation {returns.std():,.1f}",
+        **{f"that of {escape(group)}": f"{played.returns[:, at].mean():,.1f}" for group, at in groups.items()},
         "lowest, highest": f"{returns.min():,.1f}, {returns.max():,.1f}",
         "mean length": f"{played.lengths.mean():,.1f} steps",
         "episodes": f"{ended}, seed {seed}, actions {actions}",
@@ -144,7 +151,7 @@ def evaluate_run(
 
 
 def film_run(
-    policy: RunPolicy, envs: VectorEnv, console: Console, path: Path, *, seed: int, max_steps: int | None
+    policy: RunPolicy, envs: RunEnvs, console: Console, path: Path, *, seed: int, max_steps: int | None
 ) -> signal.Signals | None:
     """Films an episode that a run's policy plays in the one env of ``envs``, and says where the film lies.
 
@@ -167,7 +174,7 @@ def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | si
             return stop.said(error, console.print)
 
 
-def _load(ppo: PPO, folder: RunFolder, console: Console, learning_rate: float | None) -> float:
+def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate: float | None) -> float:
     """Loads the state that the run in ``folder`` had reached; returns the seconds that the run had taken until then.
 
     A run that was killed before its first checkpoint had reached nothing.
@@ -200,14 +207,19 @@ def _load(ppo: PPO, folder: RunFolder, console: Console, learning_rate: float | 
 
 
 def _train(
-    ppo: PPO, plan: TrainingPlan, folder: RunFolder, console: Console, evaluations: Evaluations | None, before_s: float
+    ppo: OnPolicy[Any],
+    plan: TrainingPlan,
+    folder: RunFolder,
+    console: Console,
+    evaluations: Evaluations | None,
+    before_s: float,
 ) -> signal.Signals | None:
     """Trains as `train` does. before_s: the seconds that the run had taken before."""
     started = time.monotonic() - before_s
     checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
     disk, finished = Disk(console), False
 
-    def write(metrics: PPOMetrics, evaluation: Evaluation | None = None) -> None:
+    def write(metrics: PPOMetrics | MAPPOMetrics, evaluation: Evaluation | None = None) -> None:
         seconds = time.monotonic() - started
         speed = metrics.steps / seconds
         row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
@@ -277,7 +289,7 @@ class Disk:
 
 
 def _print_result(
-    ppo: PPO, folder: RunFolder, console: Console, *, seconds: float, plot: str, best: Evaluation | None
+    ppo: OnPolicy[Any], folder: RunFolder, console: Console, *, seconds: float, plot: str, best: Evaluation | None
 ) -> None:
     goal = _goal_of(ppo)
     mean_return, ended = ppo.episodes.summary().mean_return, ppo.episodes.ended
@@ -300,6 +312,6 @@ def _print_result(
             console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
 
 
-def _goal_of(ppo: PPO) -> float | None:
+def _goal_of(ppo: OnPolicy[Any]) -> float | None:
     """The mean return at which the env counts as solved."""
-    return ppo.spec.reward_threshold if ppo.spec else None
+    return ppo.facts.spec.reward_threshold if ppo.facts.spec else None

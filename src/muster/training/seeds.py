@@ -48,7 +48,7 @@ def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Pa
 
 
 def _train_one(plan: TrainingPlan, console: Console, run: Path) -> signal.Signals | None:
-    with runs.start_ppo(plan, console) as ppo:
+    with runs.start_algorithm(plan, console) as ppo:
         return runs.train(plan, ppo, console, run_dir=run)
 
 

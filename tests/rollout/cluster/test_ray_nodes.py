@@ -17,7 +17,7 @@ from ray_clusters import LOOPBACK, RunningCluster, needs_ray, run_cluster
 import programs
 from processes import descendants, is_alive
 
-pytestmark = [needs_ray, pytest.mark.timeout(120)]
+pytestmark = [needs_ray, pytest.mark.timeout(240)]
 DRIVERS = Path(__file__).with_name("ray_drivers.py")
 
 
@@ -41,7 +41,7 @@ def lines(program):
 def result_of(cluster, name, *words):
     """What a driver has returned, and its stderr."""
     with start(cluster, name, *words) as program:
-        out, err = program.communicate(timeout=100)
+        out, err = program.communicate(timeout=200)
     said = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert said, err
     assert "returned" in said[-1], err
@@ -100,7 +100,7 @@ def test_a_node_may_go_and_another_come():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("what", "text"),
     [("head", "the cluster's head, at {address}, does not answer"), ("raylet", "this machine's Ray has ended")],

@@ -1,0 +1,197 @@
+"""Teams: agents that share a policy, with values of its own or of a centralised critic; how they act, and learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import torch
+from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
+from torch import Tensor, nn
+
+from muster.algorithms.actor_critic import MEMORY, Explorer, Network, Sequences, begun
+from muster.algorithms.encoder import Encoder, as_observation, mlp
+from muster.spaces.masks import are_masks
+
+
+class Team(NamedTuple):
+    """Agents that share a network: those of a group, or one of them."""
+
+    name: str  # the group's; "group/agent" for one
+    group: str
+    agents: slice  # of the group's
+    num_agents: int
+    action_space: gym.Space[Any]  # of one agent
+
+
+class Sight(NamedTuple):
+    """What a centralised critic sees of an env: the state, or the observations of each group's agents."""
+
+    name: str  # "state", or the group's
+    space: gym.Space[Any]
+    num_agents: int | None  # of the group; None for the state
+
+
+class CentralisedCritic(nn.Module):
+    """Values of A agents, from what is seen of the env, and the agent's index.
+
+    hidden_sizes, activation, sprite: as for `ActorCritic`.
+    """
+
+    def __init__(
+        self,
+        sights: Sequence[Sight],
+        num_agents: int,
+        rng: torch.Generator | None,
+        *,
+        hidden_sizes: Sequence[int],
+        activation: str,
+        sprite: int | None,
+    ) -> None:
+        super().__init__()
+        self.sights, self.num_agents = list(sights), num_agents
+        encoders = [Encoder(sight.space, rng, sprite) for sight in sights]
+        self.encoders = nn.ModuleList(encoders)
+        seen = sum(one.num_features * (sight.num_agents or 1) for one, sight in zip(encoders, sights, strict=True))
+        self.critic = mlp([seen + num_agents, *hidden_sizes, 1], activation=activation, gain=1.0, rng=rng)
+
+    def forward(self, seen: TensorDict) -> Tensor:
+        """Values [B, A] for the states [B, *shape], or the observations [B, num_agents, *shape], by their names."""
+        parts = []
+        for sight, encoder in zip(self.sights, self.encoders, strict=True):
+            rows = seen[sight.name]
+            parts.append(encoder(rows if sight.num_agents is None else rows.flatten(0, 1)).reshape(len(seen), -1))
+        of_env = torch.cat(parts, -1).unsqueeze(1).expand(-1, self.num_agents, -1)
+        with_index = torch.cat([of_env, torch.eye(self.num_agents).expand(len(seen), -1, -1)], -1)
+        values: Tensor = self.critic(with_index).squeeze(-1)
+        return values
+
+
+class AgentsPolicy(nn.Module):
+    """One agent's policy as that of A agents, with shapes [B, A] for [B]; their values are its own, or of a critic.
+
+    Observations are [B, A, *obs_shape]; with a critic a TensorDict [B] that has them as "own", and what the critic sees
+    as "sights".
+    """
+
+    def __init__(self, policy: Any, critic: CentralisedCritic | None) -> None:
+        super().__init__()
+        self.policy, self.critic = policy, critic
+        self.head, self.memory_size = policy.head, getattr(policy, "memory_size", 0)
+
+    def forward(self, obs: Any, masks: Tensor | None = None, memory: Any = None) -> list[Any]:
+        """As `ActorCritic.forward`."""
+        if self.critic is None:
+            return self._by_agent(self.policy, obs, masks, memory)
+        params, after = self._by_agent(self.policy.decide, obs["own"], masks, memory)
+        values = self.critic(obs["sights"])
+        return [params, values] if memory is None else [params, values, after]
+
+    def decide(self, obs: Any, masks: Tensor | None = None, memory: Any = None) -> list[Any]:
+        """As `ActorCritic.decide`, for the agents' own observations alone."""
+        return self._by_agent(self.policy.decide, obs, masks, memory)
+
+    def _by_agent(self, call: Callable[..., Any], obs: Any, masks: Tensor | None, memory: Any) -> list[Any]:
+        """What a function of [B, ...] returns for the agents, one behind the other: [B, A, ...]."""
+        if isinstance(memory, Sequences):  # whose agents become sequences of their own: [S * L, A] is [S * A * L]
+            S, L, A = memory.keeps.shape
+            own = [x if x is None else x.unflatten(0, (S, L)).transpose(1, 2).flatten(0, 2) for x in (obs, masks)]
+            alone = Sequences(memory.start.flatten(0, 1), memory.keeps.transpose(1, 2).flatten(0, 1))
+            *found, _ = call(*own, alone)
+            return [*(x.view(S, A, L, *x.shape[1:]).transpose(1, 2).flatten(0, 1) for x in found), None]
+        flat = [x if x is None else x.flatten(0, 1) for x in (obs, masks, memory)]
+        return [x if x is None else x.view(*obs.shape[:2], *x.shape[1:]) for x in call(*flat)]
+
+
+class AgentsExplorer(nn.Module):
+    """What acts while MAPPO collects: an explorer for each team."""
+
+    def __init__(self, teams: Sequence[Team], explorers: Mapping[str, Explorer]) -> None:
+        super().__init__()
+        self.teams = list(teams)
+        self.explorers: Any = nn.ModuleList(explorers[team.name] for team in teams)
+        self.steps = 0  # env steps after which it acts
+        networks = [Network(explorers[team.name].policy, None) for team in teams]
+        self.initial_state = Networks(teams, networks).initial_state
+
+    def forward(
+        self,
+        obs: Mapping[str, Any],
+        state: Mapping[Any, Tensor] | None = None,
+        *,
+        masks: Mapping[str, Tensor],
+        alive: Mapping[str, Tensor],
+    ) -> Any:
+        """What `Explorer` gives, by group, for observations [N, A, *obs_shape] and masks [N, A, n] by group."""
+        for explorer in self.explorers:
+            explorer.steps = self.steps
+        explorations = [explorer.explore for explorer in self.explorers]
+        outputs, after = _by_team(self.teams, explorations, obs, state, masks, alive)
+        return outputs if after is None else (outputs, after)
+
+
+class Networks(NamedTuple):
+    """What acts for agents once it has learnt: a `Network` for each team, in their order."""
+
+    teams: Sequence[Team]
+    networks: Sequence[Network]
+
+    @property
+    def initial_state(self) -> dict[Any, Tensor] | None:
+        """What the memories of one env's agents begin with, [A, H] by ``(group, *MEMORY)``; None without memory."""
+        sizes: dict[Any, list[int]] = {}
+        for team, network in zip(self.teams, self.networks, strict=True):
+            sizes.setdefault((team.group, *MEMORY), []).extend([network.policy.memory_size] * team.num_agents)
+        return {key: torch.zeros(len(each), each[0]) for key, each in sizes.items() if each[0]} or None
+
+    def act(
+        self,
+        obs: Mapping[str, Any],
+        state: Mapping[Any, Tensor] | None = None,
+        *,
+        masks: Mapping[str, Tensor] | None = None,
+        alive: Mapping[str, Tensor] | None = None,
+        sample: bool,
+        threads: int,
+    ) -> tuple[dict[str, Tensor], dict[Any, Tensor] | None]:
+        """As `Network.act`, by group: obs [B, A, *obs_shape], masks [B, A, n], alive [B, A]; None: all are."""
+        count = len(as_observation(obs[self.teams[0].group], 2))
+        acts = [partial(network.act, sample=sample, threads=threads) for network in self.networks]
+        memories = begun(self.initial_state, state, count) or None
+        return _by_team(self.teams, acts, obs, memories, masks or {}, alive or {})
+
+
+def _by_team(
+    teams: Sequence[Team],
+    acts: Iterable[Callable[..., Any]],
+    obs: Mapping[str, Any],
+    state: Mapping[Any, Tensor] | None,
+    masks: Mapping[str, Tensor],
+    alive: Mapping[str, Tensor],
+) -> tuple[dict[str, Any], dict[Any, Tensor] | None]:
+    """What the teams' functions return for their agents, joined by group; and the memories, None without.
+
+    Who is not alive, and begins again later, begins without memory.
+    """
+    outputs: dict[str, list[Any]] = {}
+    memories: dict[Any, list[Tensor]] = {}
+    for team, act in zip(teams, acts, strict=True):
+        group, own = team.group, (slice(None), team.agents)
+        before = None if state is None else {MEMORY: state[group, *MEMORY][own]}
+        allowed = masks[group][own] if are_masks(masks.get(group), team.action_space) else None
+        output, after = act(as_observation(obs[group], 2)[own], before, masks=allowed)
+        outputs.setdefault(group, []).append(output)
+        if after is not None:
+            there = alive[group][own].unsqueeze(-1) if group in alive else True
+            memories.setdefault((group, *MEMORY), []).append(after[MEMORY] * there)
+    joined = {group: _joined(parts) for group, parts in outputs.items()}
+    return joined, {key: torch.cat(parts, 1) for key, parts in memories.items()} or None
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Tensors [B, A, ...] of teams, or dicts of them, as one for the group."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts), 1)
+    return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}

@@ -1,0 +1,121 @@
+"""The networks of a run, made from its config and its checkpoint, without its envs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.algorithms.actor_critic import Network, policy_of
+from muster.algorithms.mappo import normalizers_of, policies_of, teams_of
+from muster.algorithms.normalization import ObservationNormalizer
+from muster.algorithms.on_policy import OnPolicy
+from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
+from muster.algorithms.ppo_envs import EnvFacts
+from muster.algorithms.teams import Networks
+from muster.errors import UsageError
+from muster.spaces.plain import from_plain, to_plain
+from muster.training.run_folder import read_config, require_room
+
+
+def plain_of(algorithm: OnPolicy[Any]) -> dict[str, Any]:
+    """What the algorithm knows of its envs, for `facts_in`."""
+    facts = algorithm.facts
+    if not facts.groups:
+        return {"observations": to_plain(facts.observation_space), "actions": to_plain(facts.action_space)}
+    return {
+        "groups": {group: list(map(str, agents)) for group, agents in facts.groups.items()},
+        "observations": {group: to_plain(space) for group, space in facts.observation_space.items()},
+        "actions": {group: to_plain(space) for group, space in facts.action_space.items()},
+        "state": None if facts.state_space is None else to_plain(facts.state_space),
+    }
+
+
+def facts_in(run: Path, config: PPOConfig) -> EnvFacts:
+    """The facts of the run's envs. Raises UsageError, also where no memory holds networks for them."""
+    path, kept = run / "config.json", read_config(run).get("spaces")
+    if not isinstance(kept, Mapping) or not {"observations", "actions"} <= kept.keys():
+        raise UsageError(
+            f"{path} says nothing of spaces; muster train --resume writes them for runs of older versions."
+        )
+    try:
+        if not isinstance(config, MAPPOConfig):
+            _require_room(path, config, kept["observations"], kept["actions"])
+            return EnvFacts(from_plain(kept["observations"]), from_plain(kept["actions"]), None)
+        return _facts_of_agents(path, config, kept)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def networks_in(state: Mapping[str, Any], facts: EnvFacts, config: PPOConfig) -> Network | Networks:
+    """The networks with the weights and statistics of a checkpoint."""
+    if isinstance(config, MAPPOConfig):
+        policies, normalizers = policies_of(facts, config, np.random.SeedSequence(0)), normalizers_of(facts, config)
+        for name, policy in policies.items():
+            policy.load_state_dict(state["teams"][name]["policy"])
+        for name, normalizer in normalizers.items():
+            normalizer.load(state["normalizers"][name])
+        teams = teams_of(facts, config)
+        return Networks(teams, [Network(policies[team.name], normalizers.get(team.group)) for team in teams])
+    network = policy_of(config, facts.observation_space, facts.action_space, torch.Generator())
+    network.load_state_dict(state["policy"])
+    if not config.normalize_observations:
+        return Network(network, None)
+    statistics = ObservationNormalizer(facts.observation_space)
+    statistics.load(state["normalizers"]["observations"])
+    return Network(network, statistics)
+
+
+def _facts_of_agents(path: Path, config: MAPPOConfig, kept: Mapping[str, Any]) -> EnvFacts:
+    groups, seen, acts, state = (kept.get(name) or {} for name in ("groups", "observations", "actions", "state"))
+    named = isinstance(groups, dict) and all(isinstance(one, list) and one for one in groups.values()) and groups
+    if not named or not all(isinstance(agent, str) for agents in groups.values() for agent in agents):
+        raise UsageError("its groups are to be lists of the names of agents")
+    if not all(isinstance(of, dict) and of.keys() == groups.keys() for of in (seen, acts)):
+        raise UsageError("each of its groups of agents is to have an observation space and an action space")
+    seen_by_all = sum(len(agents) * _width_of(seen[group]) for group, agents in groups.items())
+    for group, agents in groups.items():
+        judged = None if config.critic == "own" else (_width_of(state) if state else seen_by_all) + len(agents)
+        count = 1 if config.shares_params(group) else len(agents)
+        _require_room(path, config, seen[group], acts[group], judged, count)
+    observations, actions = ({group: from_plain(space) for group, space in of.items()} for of in (seen, acts))
+    return EnvFacts(observations, actions, None, groups, from_plain(state) if state else None)
+
+
+def _require_room(
+    path: Path, config: PPOConfig, seen: object, acts: object, judged: int | None = None, count: int = 1
+) -> None:
+    """Raises UsageError where no memory holds so many networks for spaces as `to_plain` describes them.
+
+    judged: the numbers that the critic sees; None for those of the observation.
+    """
+    inputs, outputs = _width_of(seen), _width_of(acts)
+    memory = config.memory_size if config.policy == "gru" else 0
+    first, hidden = memory or inputs, config.hidden_sizes
+    actor, critic = (first, *hidden, outputs), (judged or first, *hidden, 1)
+    weights = sum(sum(itertools.starmap(operator.mul, itertools.pairwise(widths))) for widths in (actor, critic))
+    weights += 3 * memory * (inputs + memory)
+    # Layers are objects of 20 KB; and there are the bounds of the spaces.
+    require_room(path, count * (4 * weights + 20_000 * len(actor)) + 40 * (inputs + outputs))
+
+
+def _width_of(plain: object) -> int:
+    """The numbers that a network has for a space as `to_plain` describes it; 0 for what `from_plain` refuses."""
+    match plain:
+        case {"kind": "Box", "shape": [*sizes]} if all(isinstance(size, int) for size in sizes):
+            return math.prod(sizes)
+        case {"kind": "Discrete" | "MultiBinary", "n": int(n)}:
+            return n
+        case {"kind": "MultiBinary", "n": [*sizes]} if all(isinstance(size, int) for size in sizes):
+            return math.prod(sizes)
+        case {"kind": "MultiDiscrete", "nvec": [*choices]} if all(isinstance(n, int) for n in choices):
+            return sum(choices)
+        case {"kind": "Dict" | "Tuple", "spaces": dict(parts)}:
+            return sum(map(_width_of, parts.values()))
+    return 0
