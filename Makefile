@@ -18,19 +18,26 @@ WITHOUT_TORCH := tests/backends tests/conformance tests/doctor/test_command.py t
   tests/spaces tests/training/test_events.py tests/training/test_picture.py tests/transport tests/vector \
   tests/workers
 
-# Extra arguments for the script behind `demo`, `test`, `test-all`, `soak`, `fuzz` and `bench`: make test ARGS="-k layers"
+# Extra arguments for the script behind `demo`, `demo-marl`, `test`, `test-all`, `soak`, `fuzz` and `bench`:
+# make test ARGS="-k layers"
 ARGS ?=
 # How long `fuzz` runs.
 SECONDS ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak fuzz sanitize lint bench wheels test-wheels test-lowest
+.PHONY: help demo demo-marl test test-all soak fuzz sanitize lint bench wheels test-wheels test-lowest
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.core ## Train CartPole-v1 to a mean return of 475, in about a minute
 	$(BIN)/muster train CartPole-v1 $(ARGS)
+
+# All that it leaves lies in one folder.
+demo-marl: RUN := runs/demo-marl-$(shell date +%Y%m%d-%H%M%S)
+demo-marl: $(VENV)/.core ## Train the three agents of simple_spread_v3 in about three minutes, and film them
+	$(BIN)/muster train pettingzoo/mpe/simple_spread_v3 --total-steps 150k --run-dir $(RUN) $(ARGS)
+	$(BIN)/muster eval $(RUN) --video $(RUN)/film.mp4
 
 # Where a shell forbids Python to keep bytecode, all modules under test would be compiled in each process.
 test test-all: export PYTHONDONTWRITEBYTECODE :=

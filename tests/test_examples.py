@@ -62,6 +62,30 @@ def test_the_ship_learns_to_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+def test_the_board_game_is_learnt_without_a_forbidden_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The game raises an error for such a move."""
+    pytest.importorskip("pettingzoo.classic.connect_four_v3")
+    monkeypatch.chdir(tmp_path)
+    example = str(ROOT / "examples" / "board_game.py")
+    trained = muster("train", f"{example}:AgainstRandom", "--total-steps", "16k", "--backend", "serial")
+    assert trained.exit_code == 0, trained.output
+    (run,) = (tmp_path / "runs").iterdir()
+    played = programs.run(example, run, "--games", "50", imports=programs.TORCH, check=True).stdout
+    shares = [int(share) for share in re.findall(r"play wins (\d+)% of 50 games", played)]
+    assert shares[0] > shares[1] + 10
+    assert played.splitlines()[-1] in ("won", "drawn", "lost")
+
+
+@pytest.mark.slow
+def test_multiwalker_trains_and_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("pettingzoo.sisl")
+    example = ["-W", "ignore", ROOT / "examples" / "multiwalker.py", "--total-steps", "4096"]
+    shown = programs.run(*example, imports=programs.TORCH, cwd=tmp_path, check=True).stdout
+    measured = r"trained: the package comes -?\d+\.\d far, an episode lasts \d+ of 500 steps"
+    assert re.match(rf"un{measured}.*\n4,096 steps, mean return -\d+\.\d\n{measured}", shown), shown
+
+
+@pytest.mark.slow
 def test_the_atari_example_trains_as_the_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
     monkeypatch.chdir(tmp_path)
