@@ -189,6 +189,7 @@ def test_same_seed_same_policy_at_home_and_on_two_nodes():
 
 @pytest.mark.slow
 def test_cartpole_is_learnt():
-    with ppo_on("CartPole-v1", {"num_collectors": 2}, **PPOConfig(total_steps=60_000).__dict__) as ppo:
+    options = {name: value for name, value in vars(PPOConfig(total_steps=60_000)).items() if name != "policy"}
+    with ppo_on("CartPole-v1", {"num_collectors": 2}, **options) as ppo:
         *_, last = ppo.train()
     assert last.episodes.mean_return > 200
