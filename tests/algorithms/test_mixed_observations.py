@@ -159,12 +159,17 @@ def test_mappo_learns_from_parts_also_of_agents_that_come_and_go(kind: str, poli
     assert abs(mappo.learners["w"].loss(rollout, 0.2)[1][3]) < 1e-6
 
 
+def learnt(env: str, kind: str, run: Path) -> Any:
+    """What a short run on an env of this file has learnt."""
+    made = ["--total-steps=32", "--run-dir", str(run), f"--kwargs={json.dumps({'kind': kind})}"]
+    result = command("train", f"{__file__}:{env}", *WORDS, *made)
+    assert result.exit_code == 0, result.output
+    return muster.load_policy(run, trust=True)
+
+
 @pytest.mark.parametrize("kind", ["Dict", "Tuple"])
 def test_a_loaded_policy_takes_parts_as_arrays_tensors_and_single_ones(kind: str, tmp_path: Path):
-    made = ["--total-steps=32", "--run-dir", str(tmp_path / "run"), f"--kwargs={json.dumps({'kind': kind})}"]
-    result = command("train", f"{__file__}:Parts", *WORDS, *made)
-    assert result.exit_code == 0, result.output
-    policy = muster.load_policy(tmp_path / "run", trust=True)
+    policy = learnt("Parts", kind, tmp_path / "run")
     assert policy.observation_space == SPACES[kind]
     with policy.make_vec(5, backend="serial") as envs:
         obs, _ = envs.reset(seed=0)
@@ -193,10 +198,7 @@ def test_a_loaded_policy_takes_parts_as_arrays_tensors_and_single_ones(kind: str
 
 @pytest.mark.parametrize("kind", ["Dict", "Tuple"])
 def test_a_loaded_policy_of_agents_takes_parts_by_agent_and_by_group(kind: str, tmp_path: Path):
-    made = ["--total-steps=32", "--run-dir", str(tmp_path / "run"), f"--kwargs={json.dumps({'kind': kind})}"]
-    result = command("train", f"{__file__}:Sharing", *WORDS, *made)
-    assert result.exit_code == 0, result.output
-    policy = muster.load_policy(tmp_path / "run", trust=True)
+    policy = learnt("Sharing", kind, tmp_path / "run")
     env = Sharing(kind=kind)
     obs, _ = env.reset()
     acted = policy(obs)

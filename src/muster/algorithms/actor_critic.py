@@ -257,7 +257,7 @@ class Explorer(nn.Module):
         for `ActorCritic`. Raises TrainingDiverged for actions that are not finite.
         """
         memory = None if state is None else state[MEMORY]
-        chosen, after = Network(self.policy, self.observations).choose(obs, masks, memory, sample=True)
+        chosen, after = Network(self.policy, self.observations).choose(as_observation(obs), masks, memory, sample=True)
         if chosen.is_floating_point() and not chosen.isfinite().all():
             raise TrainingDiverged(
                 f"PPO diverged: after step {self.steps} the policy's actions are not finite, and were not sent. Lower "
@@ -307,7 +307,7 @@ class Network(NamedTuple):
         self, obs: Tensor, masks: Tensor | None, memory: Tensor | None, *, sample: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Actions [B, K] for observations [B, *obs_shape], and the memory after the step."""
-        params, after = self.policy.decide(as_seen(as_observation(obs), self.statistics), masks, memory)
+        params, after = self.policy.decide(as_seen(obs, self.statistics), masks, memory)
         return (self.policy.head.sample(params) if sample else self.policy.head.mode(params)), after
 
 

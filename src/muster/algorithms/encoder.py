@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from muster.errors import UsageError
 from muster.rollout.fields import FieldTree, Key
+from muster.spaces.masks import MASK
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "gelu": nn.GELU}
 Kind = Literal["choices", "images", "codes", "grid", "bytes", "numbers", "mixed"]
@@ -101,7 +102,7 @@ def leaves_of(space: gym.Space[Any]) -> dict[Key, gym.Space[Any]]:
     """
     tree = FieldTree(space, ())
     parts = zip(tree.fields, tree.spaces, strict=True)
-    leaves = {field.key: leaf for field, leaf in parts if "action_mask" not in field.key and 0 not in field.shape}
+    leaves = {field.key: leaf for field, leaf in parts if MASK not in field.key and 0 not in field.shape}
     if not leaves:
         raise UsageError(f"PPO takes observations of at least one number, but this env has {space}.")
     return dict(sorted(leaves.items()))

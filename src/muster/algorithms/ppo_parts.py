@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from muster.algorithms.ppo_config import PPOConfig
+from muster.envs.groups import slots_of
 from muster.errors import TrainingDiverged
 from muster.rollout.episodes import Episodes
 
@@ -155,20 +155,14 @@ class EpisodeSummary(NamedTuple):
     mean_length: float  # in env steps
 
 
-def columns_of(groups: Mapping[str, Sequence[object]]) -> dict[str, slice]:
-    """The columns of each group's agents among those of all agents. groups: the agents of each."""
-    ends = list(itertools.accumulate(map(len, groups.values())))
-    return {group: slice(end - len(groups[group]), end) for group, end in zip(groups, ends, strict=True)}
-
-
 class EpisodeWindow:
     """The returns and lengths of the last 100 episodes that ended; a return is the mean over an env's agents.
 
     groups: the agents of each group; without any, envs have one agent.
     """
 
-    def __init__(self, groups: Mapping[str, Sequence[object]] | None = None) -> None:
-        self._groups = columns_of(groups or {})
+    def __init__(self, groups: Mapping[str, Sequence[Hashable]] | None = None) -> None:
+        self._groups = slots_of(groups or {})
         self.ended = 0
         self.returns: deque[float] = deque(maxlen=EPISODE_WINDOW)
         self.lengths: deque[int] = deque(maxlen=EPISODE_WINDOW)

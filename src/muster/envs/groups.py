@@ -20,6 +20,15 @@ RESERVED = ("shared", "state")
 _NAME = re.compile(r"(.*?)[_\-. ]*\d+", re.DOTALL)
 
 
+def slots_of(groups: Mapping[str, Sequence[Agent]]) -> dict[str, slice]:
+    """The slice of each group's agents among all agents. groups: the agents of each."""
+    found, at = {}, 0
+    for name, agents in groups.items():
+        found[name] = slice(at, at + len(agents))
+        at += len(agents)
+    return found
+
+
 def group_agents(
     agents: Sequence[Agent],
     observation_spaces: Mapping[Agent, Space],

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from muster._core import FLAG_NAMES, AgentFlag, BatchNode, Branch, ObsNode
-from muster.envs.groups import Groups
+from muster.envs.groups import Groups, slots_of
 from muster.errors import SpecMismatch
 from muster.spaces.stacking import stacked_space
 from muster.spaces.tree import Array, BranchNode, Leaf, Node, Rows, Space, Take, tree
@@ -42,11 +42,7 @@ class AgentLayout:
 
     def slots(self) -> dict[str, slice]:
         """The slice of each group's agents among all agents."""
-        found, at = {}, 0
-        for name, agents in self.groups.items():
-            found[name] = slice(at, at + len(agents))
-            at += len(agents)
-        return found
+        return slots_of(self.groups)
 
     def observation_space(self, *batch: int) -> spaces.Dict:
         """The observation space by group: of one agent, or ``[*batch, A, ...]``.

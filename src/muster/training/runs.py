@@ -18,7 +18,7 @@ from rich.table import Table
 from muster.algorithms import MAPPO, PPO, MAPPOMetrics, PPOMetrics
 from muster.algorithms.on_policy import OnPolicy
 from muster.algorithms.ppo_config import MAPPOConfig
-from muster.algorithms.ppo_parts import columns_of
+from muster.envs.groups import slots_of
 from muster.errors import DISK_FULL, UsageError
 from muster.recipes.named import env_named
 from muster.rollout.cluster.nodes import RayCluster
@@ -131,7 +131,7 @@ def evaluate_run(
     actions = "drawn from the policy" if policy.sample else "the likeliest"
     left_out = episodes - len(returns)
     ended = f"{len(returns)} of {episodes}" if left_out else f"{episodes}"
-    groups = columns_of(policy.groups) if len(policy.groups) > 1 else {}
+    groups = slots_of(policy.groups) if len(policy.groups) > 1 else {}
     for name, text in {
         "mean return": f"{returns.mean():,.1f}, deviation {returns.std():,.1f}",
         **{f"that of {escape(group)}": f"{played.returns[:, at].mean():,.1f}" for group, at in groups.items()},
