@@ -217,7 +217,7 @@ def test_the_command_prints_the_table_and_the_verdict() -> None:
     command = ["-c", "import muster.cli; muster.cli.main()", "doctor", "leaky:LeakyTeam"]
     done = programs.run(*command, "--soak", "3", "--seconds", "0.1", "--num-envs", "1", cwd=HERE)
     assert done.returncode == 0, done.stderr
-    assert "then soaking it for 3 s" in done.stderr
+    assert "muster: soaking it for 3 s" in done.stderr
     said = " ".join(done.stdout.split())
     assert "! soak leaks file handles, 0.05" in said
     assert " a step, 1 an episode: from " in said

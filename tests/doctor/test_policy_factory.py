@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -24,6 +25,7 @@ from muster.envs import resolve_foreign_id
 from muster.errors import WrongType
 from muster.hosts.trial import Reporter, TrialOutcome
 from muster.nn import MultiAgentMLP
+from muster.pool.watch import Activity
 from muster.recipes.recipe import Recipe, make_recipes
 
 CARTPOLE = "CartPole-v1"
@@ -69,7 +71,7 @@ class TrialsHere:
     def run(self, trial: Callable[..., None], **options: Any) -> TrialOutcome:
         outcome = TrialOutcome()
         try:
-            trial(*self.recipes, Reporter(outcome.take), **options)
+            trial(*self.recipes, Reporter(SimpleNamespace(report=outcome.take, activity=Activity())), **options)
             outcome.stage = None
         except Exception as error:
             outcome.how = f"raised {type(error).__name__}: {error}"

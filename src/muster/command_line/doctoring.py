@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +15,23 @@ from muster.doctor.diagnosis import Diagnosis, Measurements
 from muster.doctor.targets import about_import, import_code, judge_target, policy_factory_of
 from muster.extras import require
 from muster.pool.launcher_client import LauncherClient
+from muster.pool.notices import say
 from muster.recipes.named import callable_named, env_named
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Says each stage on stderr: a line, and at a terminal one line that the next one replaces."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield say
+        return
+
+    def show(text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+        sys.stderr.flush()
+
+    yield show
+    show("")
 
 
 @LauncherClient.kept()
@@ -30,11 +49,11 @@ def diagnose_for(options: DoctorOptions) -> Diagnosis:
     env, wrappers = env_named(options.env), list(map(callable_named, options.wrapper))
     judged = None if options.policy is None else judge_target(options.policy, options.timeout)
     factory = None if options.policy_factory is None else policy_factory_of(options.policy_factory)
-    if options.soak is not None:
-        print(f"Trying {options.env} out, then soaking it for {options.soak:g} s", file=sys.stderr)
     chosen: dict[str, Any] = {name: getattr(options, name) for name in ("num_envs", "env_kwargs", "timeout", "seconds")}
     soak_s, name = options.soak, options.env
-    diagnosis = diagnose(env, policy_factory=factory, wrappers=wrappers, soak_s=soak_s, name=name, **chosen)
+    with _progress() as progress:
+        chosen |= {"policy_factory": factory, "wrappers": wrappers, "progress": progress}
+        diagnosis = diagnose(env, soak_s=soak_s, name=name, **chosen)
     if judged is not None:
         diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
     advice = diagnosis.recommendation

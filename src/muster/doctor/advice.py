@@ -14,6 +14,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
 from muster.doctor.diagnosis import Measurements, Recommendation
+from muster.doctor.fixes import NO_FIX, Fix
 from muster.doctor.measure import code_of_options
 from muster.envs.adapt import is_torchrl
 from muster.pickling import is_plain
@@ -41,6 +42,7 @@ class Verdict:
     alone: only one env may live in a process.  packs: several may, as a trial has shown.  travels: the recipe can be
     sent.  tried: by start method the problem that ended its worker, or None.  fragile: the env ended its trial early
     while it was reset or stepped.  of_torchrl: its factory returns an `EnvBase`.
+    collides: two do not run in two processes.  fix: of that, and of what they share.
     """
 
     source: str
@@ -52,6 +54,8 @@ class Verdict:
     packs: bool = False
     fragile: bool = False
     of_torchrl: bool = False
+    collides: bool = False
+    fix: Fix = NO_FIX
     wrappers: Sequence[str] = ()
 
 
@@ -73,14 +77,14 @@ def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
     count = verdict.num_envs or min(cores * per_worker, _most_envs(cores, measured))
     workers = min(cores, count) if verdict.packs else count
     ways: list[_Way] = []
-    if context is not None:
+    if context is not None and not (verdict.collides and count > 1):
         options: dict[str, Any] = {"num_workers": workers} if verdict.packs else {}
         options |= {"one_env_per_process": True} if verdict.alone else {}
         if verdict.fragile and not verdict.of_torchrl:
             options |= {"on_failure": "restart", "step_timeout": 60}
         ways.append(("process", workers, options))
     if not (verdict.alone or verdict.fragile or verdict.of_torchrl):  # envs that share a process are lost together
-        if verdict.travels and workers > 1:
+        if verdict.travels and workers > 1 and not verdict.collides:
             packed = {"num_workers": min(cores, count) - 1} if verdict.packs else {}
             ways.append(("process", workers - 1, {**packed, "caller_steps": True}))
         if verdict.packs or not verdict.travels:
@@ -180,8 +184,9 @@ def _candidate(verdict: Verdict, measured: Measurements, num_envs: int, context:
     elif context != "forkserver":
         options = {**options, "context": context}
     code = [verdict.source, f"num_envs={num_envs}", *code_of_options(options)]
-    if verdict.env_kwargs:
-        code.append(f"env_kwargs={_kwargs(verdict.env_kwargs)}")
+    if kwargs := _kwargs(verdict):
+        code.append(f"env_kwargs={kwargs}")
+    code += verdict.fix.options()
     if verdict.wrappers:
         code.append(f"wrappers=[{', '.join(verdict.wrappers)}]")
     factory, line = None, f"envs = muster.make_vec({', '.join(code)})"
@@ -201,14 +206,25 @@ def _candidate(verdict: Verdict, measured: Measurements, num_envs: int, context:
 def _parallel_env(verdict: Verdict, num_envs: int, options: Mapping[str, Any]) -> str:
     """The call of TorchRL's class for a line with the options of `make_vec`."""
     code = [str(num_envs), verdict.source]
-    if verdict.env_kwargs:
-        code.append(f"create_env_kwargs={_kwargs(verdict.env_kwargs)}")
+    if kwargs := _kwargs(verdict):
+        code.append(f"create_env_kwargs={kwargs}")
     names = {"num_workers": "num_processes", "context": "mp_start_method"}
     code += code_of_options({names[key]: value for key, value in options.items() if key in names})
     return f"ParallelEnv({', '.join(code)})"
 
 
-def _kwargs(env_kwargs: Mapping[str, Any]) -> str:
+def _kwargs(verdict: Verdict) -> str:
+    """The arguments as code to paste, those of the fix included; "" where there are none."""
+    fixed = verdict.fix.arguments
+    left = {name: value for name, value in verdict.env_kwargs.items() if name not in fixed}
+    if not fixed:
+        return _literal(left) if left else ""
+    shown = _literal(left)
+    others = [f"**{shown}"] if shown == "env_kwargs" else [shown[1:-1]] if left else []
+    return f"{{{', '.join(others + [f'{name!r}: {code}' for name, code in fixed.items()])}}}"
+
+
+def _literal(env_kwargs: Mapping[str, Any]) -> str:
     """The arguments as a literal to paste; "env_kwargs", their likely name, where no literal makes them again."""
     if not all(map(is_plain, env_kwargs.values())):
         return "env_kwargs"

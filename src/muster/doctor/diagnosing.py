@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,8 +17,10 @@ from muster.arguments import explains_keywords, whole
 from muster.arguments import seconds as number_of_seconds
 from muster.doctor import findings, trials
 from muster.doctor.advice import Candidate, Verdict, candidates, name_in_code, name_of_spec, spec_of, unbuildable
+from muster.doctor.conflicts import find_conflicts, watched
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Recommendation, Soak, TriedLine
 from muster.doctor.diagnosis import seconds as in_words
+from muster.doctor.fixes import NO_FIX, Fix
 from muster.doctor.measure import make_envs
 from muster.doctor.soak import run_soak
 from muster.doctor.trials import STEPPING_MANY, stepping_many
@@ -28,9 +32,10 @@ from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
 from muster.introspection import callable_name, type_name
 from muster.pickling import find_culprits, fork_hazards
 from muster.pool.launcher_client import LauncherClient
+from muster.pool.resources import usable_cores
 from muster.recipes.existing_env import is_env
 from muster.recipes.recipe import Recipe, make_recipes, shared_by
-from muster.vector.side_by_side import try_side_by_side
+from muster.vector.side_by_side import LEAST_S, TIMES_ALONE, try_side_by_side
 
 CONTEXTS = ("forkserver", "spawn", "fork")
 # The stages of every worker and every trial, in order; first those before an env's first step.
@@ -54,6 +59,7 @@ def diagnose(
     seconds: float = 1.0,
     soak_s: float | None = None,
     name: str | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> Diagnosis:
     """The obstacles to running an env in parallel, and the fastest of the `make_vec` lines that suit it.
 
@@ -67,7 +73,7 @@ def diagnose(
     then say whether memory, file handles, threads, child processes, or the time of a step or a reset grow, and how
     fast; `Diagnosis.soak` has the figures. What grows in the first third alone is no leak: soak for three times as long
     as the env takes to fill its caches.
-    name: the env's name in messages.
+    name: the env's name in messages.  progress: called with the name of each stage before it begins.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.
     policy_factory: as for `MultiCollector`. Builds a policy twice in another process: are their weights alike in names,
         shapes and dtypes, and do they give the same for the env's observations with the same weights? With `policy`,
@@ -90,12 +96,15 @@ def diagnose(
         wrappers = with_torchrl(wrappers)
     with LauncherClient.kept():
         diagnosis, subject = _diagnose_env(
-            env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env)
+            env, num_envs, env_kwargs or {}, wrappers, timeout, seconds, name or _name(env), progress
         )
         found, results = list(diagnosis.findings), dict[str, Any]()
         if soak_s is not None:
+            progress(f"soaking it for {soak_s:g} s")
             results["soak"], verdicts = _soak(diagnosis, subject, soak_s)
             found += verdicts
+        if examined:
+            progress("examining the policy")
         if policy is not None:
             from muster.doctor.policy_calls import judge_policy
 
@@ -116,12 +125,17 @@ class _Subject:
 
     trials: of one of it; in forks, where its recipe cannot be sent.  shared: what it shares with this process, in
     words.  hazard: the path of what a fork of this process must not inherit. Both are empty where there is none.
+    longest_s: the most seconds for a stage.  fix: what gives each env its own of what two fight over.
+    say: called with the name of each stage.
     """
 
     recipe: Recipe
     trials: Trials
     shared: str
     hazard: str
+    longest_s: float = math.inf
+    fix: Fix = NO_FIX
+    say: Callable[[str], None] = lambda stage: None
 
     @property
     def travels(self) -> bool:
@@ -147,6 +161,7 @@ def _diagnose_env(
     timeout: float,
     seconds: float,
     target: str,
+    progress: Callable[[str], None],
 ) -> tuple[Diagnosis, _Subject | None]:
     found: list[Finding] = []
     with warnings.catch_warnings(record=True):
@@ -158,10 +173,18 @@ def _diagnose_env(
             return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), line), None
     if is_env(env):
         found.append(_about_instance(env))
-    subject = _Subject.of(pair[0], timeout, found)
+    subject = replace(_Subject.of(pair[0], timeout, found), say=progress)
     env_trials, travels, shared = subject.trials, subject.travels, subject.shared
-    behaviour = env_trials.run(trials.behaviour) if travels and not shared else TrialOutcome()
-    tried = try_contexts(subject.recipe, timeout, travels, behaviour, once=bool(shared))
+    behaviour, limit_s = TrialOutcome(), timeout
+    if travels and not shared:
+        progress("trying one env alone")
+        started = time.monotonic()
+        alone = watched(env_trials, trials.behaviour)
+        behaviour = alone.outcome
+        limit_s = min(timeout, max(LEAST_S, round(TIMES_ALONE * (time.monotonic() - started), 1)))
+        env_trials = replace(env_trials, stage_timeout_s=limit_s)
+        subject = replace(subject, trials=env_trials, longest_s=timeout)
+    tried = try_contexts(subject.recipe, limit_s, travels, behaviour, once=bool(shared), say=progress)
     if shared:
         found.append(findings.about_sharing(shared))
     found += findings.about_behaviour(behaviour)
@@ -176,15 +199,38 @@ def _diagnose_env(
         found.append(findings.about_untried(behaviour))
     elif "rows" in behaviour.results:
         rows, is_run = behaviour.results["rows"], True
-        replayed = env_trials.run(trials.replay, hash_seed=_REPLAY_HASH_SEED, rows=rows)
-        side_by_side = try_side_by_side(Trials(pack_for_trials(pair, "spawn"), timeout), rows)
-        found += findings.about_replay(behaviour, replayed)
-        found.append(findings.about_pair(side_by_side, behaviour.results.get("step_median_s")))
-        verdict.alone = verdict.alone or side_by_side.disturbed is not None
-        verdict.packs = not verdict.alone and side_by_side.unknown is None
-        together = side_by_side.together
+        progress("trying the same seed in another process")
+        again = watched(env_trials, trials.replay, hash_seed=_REPLAY_HASH_SEED, rows=rows)
+        found += findings.about_replay(behaviour, again.outcome)
+        conflicts = find_conflicts(env_trials, subject.recipe, (alone, again), env, progress, verdict.of_torchrl)
+        found += conflicts.findings()
+        verdict.fix = conflicts.fix or NO_FIX
+        subject = replace(subject, fix=verdict.fix)
+        verdict.collides = conflicts.fails and conflicts.fix is None
+        verdict.alone |= bool(verdict.fix.variables)  # of a worker, and of no env in it
+        if not verdict.fix.variables:
+            together = _try_in_one_process(pair, limit_s, behaviour, verdict, found, progress)
     begun = Diagnosis(target, tuple(found), _measured(behaviour.results, together.results), None)
     return _advised(begun, verdict, subject, seconds if is_run else None), subject
+
+
+def _try_in_one_process(
+    pair: Sequence[Recipe],
+    limit_s: float,
+    behaviour: TrialOutcome,
+    verdict: Verdict,
+    found: list[Finding],
+    progress: Callable[[str], None],
+) -> TrialOutcome:
+    """The trial of two in one process; what it shows is added to the verdict and the findings."""
+    progress("trying two of it in one process")
+    packed = pack_for_trials([verdict.fix.apply(one)[0] for one in pair], "spawn")
+    side_by_side = try_side_by_side(Trials(packed, limit_s), behaviour.results["rows"])
+    if not (verdict.collides and side_by_side.disturbed):
+        found.append(findings.about_pair(side_by_side, behaviour.results.get("step_median_s")))
+    verdict.alone = verdict.alone or side_by_side.disturbed is not None
+    verdict.packs = not verdict.alone and side_by_side.unknown is None
+    return side_by_side.together
 
 
 def _advised(begun: Diagnosis, verdict: Verdict, subject: _Subject, run_s: float | None) -> Diagnosis:
@@ -222,14 +268,19 @@ def try_lines(
         why = "not run: its envs would use what they share with this process, see above"
     if why:
         return [TriedLine(one.advice.line, problem=why) for one in lines], []
-    many = replace(subject.trials, stage_timeout_s=max(subject.trials.stage_timeout_s, 2 * run_s))
     tried: list[TriedLine] = []
     outcomes: list[TrialOutcome] = []
     for one in lines:
         if outcomes and build_s is not None and build_s > _LONG_BUILD_S:
             tried.append(TriedLine(one.advice.line, problem=f"not run: one env takes {in_words(build_s)} to build"))
             continue
-        outcome = many.run(stepping_many, num_envs=one.advice.num_envs, options=dict(one.options), seconds=run_s)
+        subject.say(f"running {one.advice.line.removeprefix('envs = ')}")
+        num_envs = one.advice.num_envs
+        # Several start on a core.
+        limit_s = min(subject.longest_s, subject.trials.stage_timeout_s * -(-num_envs // usable_cores()))
+        many = replace(subject.trials, stage_timeout_s=max(limit_s, 2 * run_s))
+        options = dict(one.options)
+        outcome = many.run(stepping_many, num_envs=num_envs, options=options, seconds=run_s, fix=subject.fix)
         outcomes.append(outcome)
         steps_per_s = outcome.results.get("steps_per_s")
         problem = None if steps_per_s else findings.first_line(outcome.problem)
@@ -308,7 +359,13 @@ def _pack(recipe: Recipe, found: list[Finding]) -> bytes | None:
 
 
 def try_contexts(
-    recipe: Recipe, timeout_s: float, travels: bool, behaviour: TrialOutcome, *, once: bool = False
+    recipe: Recipe,
+    timeout_s: float,
+    travels: bool,
+    behaviour: TrialOutcome,
+    *,
+    once: bool = False,
+    say: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, str | None]:
     """The problem that ended a worker, by start method; None where it stepped. Methods that would hang are left out.
 
@@ -318,6 +375,7 @@ def try_contexts(
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
         return tried
     for context in CONTEXTS:
+        say(f"trying a worker by {context}")
         tried[context] = _try_context(recipe, context, timeout_s, travels)
         if (behaviour.hung and tried[context] is not None) or (once and (travels or context == "fork")):
             break

@@ -85,7 +85,13 @@ class Recommendation:
         """The code to write, imports included."""
         code = f"{self.factory}\n{self.line}" if self.factory else self.line
         imported = "import muster\n" in code or code.startswith("from muster.")
-        return code if imported else f"import muster\n\n{code}"
+        modules = "import tempfile\n" * ("tempfile." in self.line) + "import muster\n\n" * (not imported)
+        return modules + code
+
+    @property
+    def title(self) -> str:
+        """The heading of the line: nothing is recommended that was not seen to work."""
+        return "To begin with; it was not seen to work" if self.steps_per_s is None else "Recommended"
 
     def rows(self) -> list[tuple[str, str]]:
         """The way in words, as (name, value)."""
@@ -213,7 +219,8 @@ class Diagnosis:
             lines.append("  tried, in env steps/s:")
         lines += [f"  {speed:>12}  {text}" for speed, text in tried_rows(self.tried)]
         if self.recommendation is not None:
-            lines += ["", *(f"  {name}: {value}" for name, value in self.recommendation.rows())]
+            lines += ["", f"  {self.recommendation.title}:"]
+            lines += [f"  {name}: {value}" for name, value in self.recommendation.rows()]
             lines.append(textwrap.indent(self.recommendation.code, "    "))
         return "\n".join(lines)
 

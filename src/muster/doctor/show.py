@@ -34,7 +34,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     if diagnosis.recommendation is None:
         parts.append(Text("Nothing works yet: see what is in the way, above.", "bold red"))
     else:
-        parts.append(_grid("Recommended", diagnosis.recommendation.rows()))
+        parts.append(_grid(diagnosis.recommendation.title, diagnosis.recommendation.rows()))
         parts.append(Text(diagnosis.recommendation.code, "cyan"))
     _print(parts, console)
 

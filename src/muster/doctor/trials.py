@@ -8,11 +8,14 @@ import pickle
 import statistics
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from muster.doctor.api_checkers import check_api, name_api
+from muster.doctor.fixes import Fix
+from muster.doctor.held import held
 from muster.doctor.measure import make_envs, warmed_up
 from muster.envs.player import Player
 from muster.errors import RecipeError
@@ -25,6 +28,7 @@ from muster.recipes.recipe import Recipe
 from muster.vector.side_by_side import built
 
 _ROWS = 60
+_ROWS_AT_ONCE = 20
 _ENOUGH_S = 5.0
 _BIG_INFO_BYTES = 10_000
 # The stage of the trial `stepping_many` in which its envs are stepped.
@@ -60,9 +64,10 @@ def judging(reporter: Reporter, target: str) -> None:
     reporter.result("judged", judge_policy(policy))
 
 
-def behaviour(recipe: Recipe, reporter: Reporter) -> None:
-    """Builds one env, plays it, and reports its behaviour and its costs."""
-    threads, before = _threads(), own_memory_bytes()
+def behaviour(recipe: Recipe, reporter: Reporter, watch: Callable[[], None] = lambda: None) -> None:
+    """Builds one env, plays it, and reports its behaviour and its costs. watch: called first."""
+    watch()
+    threads, before, held_before = _threads(), own_memory_bytes(), held(os.getpid())
     reporter.result("worker_bytes", before)
     reporter.stage("building it")
     started = time.perf_counter()
@@ -90,6 +95,7 @@ def behaviour(recipe: Recipe, reporter: Reporter) -> None:
             reporter.result(f"{kind}_median_s", statistics.median(durations_s))
             reporter.result(f"{kind}_p99_s", float(np.percentile(durations_s, 99)))
         reporter.result("obs_bytes", player.obs_bytes())
+        reporter.result("held", [sorted(held(os.getpid()) - held_before)])
         reporter.stage("checking it by its API's own checker")
         refused, warned = check_api(env)
         reporter.result("refused", refused)
@@ -97,19 +103,45 @@ def behaviour(recipe: Recipe, reporter: Reporter) -> None:
         reporter.stage("closing it")
 
 
-def replay(recipe: Recipe, reporter: Reporter, rows: int) -> None:
-    """Plays the rows of `behaviour` again, in another process, and reports their digest."""
+def replay(recipe: Recipe, reporter: Reporter, rows: int, watch: Callable[[], None] = lambda: None) -> None:
+    """Plays the rows of `behaviour` again, in another process, and reports their digest. watch: called first."""
+    watch()
+    held_before = held(os.getpid())
     reporter.stage("building it")
     with built(recipe) as env:
         reporter.stage("stepping it")
         reporter.result("digest", Player(env, reporter.alive).play(0, rows))
+        reporter.result("held", [sorted(held(os.getpid()) - held_before)])
 
 
-def stepping_many(recipe: Recipe, reporter: Reporter, num_envs: int, options: dict[str, Any], seconds: float) -> None:
+def at_once(
+    recipe: Recipe, reporter: Reporter, num_envs: int, watch: Callable[[], None], fix: Fix, limit_s: float
+) -> None:
+    """Runs envs, each in a process of its own, and reports what each holds while all run.
+
+    watch: called in each process first.  limit_s: seconds for their start, and for a step.
+    """
+    recipe, options = fix.apply(recipe)
+    options |= dict.fromkeys(("start_timeout", "step_timeout", "close_timeout"), limit_s)
+    reporter.stage(f"building {num_envs} of it at once")
+    with make_envs(recipe, num_envs, num_workers=num_envs, worker_init=watch, **options) as envs:
+        reporter.stage(f"stepping {num_envs} of it at once")
+        envs.reset(seed=0)
+        for _ in range(_ROWS_AT_ONCE):
+            envs.step(envs.sample_actions())
+            reporter.alive()
+        reporter.result("held", [sorted(held(worker["pid"])) for worker in envs.stats()["workers"]])
+        reporter.stage(f"closing {num_envs} of it at once")
+
+
+def stepping_many(
+    recipe: Recipe, reporter: Reporter, num_envs: int, options: dict[str, Any], seconds: float, fix: Fix
+) -> None:
     """Runs many envs by the options of a line that the doctor may recommend, and reports their speed."""
     reporter.stage("building many of it")
     started = time.perf_counter()
-    with make_envs(recipe, num_envs, **options) as envs:
+    recipe, more = fix.apply(recipe)
+    with make_envs(recipe, num_envs, **options, **more) as envs:
         reporter.result("start_s", time.perf_counter() - started)
         reporter.stage(STEPPING_MANY)
         steps_per_s = warmed_up(envs)(seconds)

@@ -10,7 +10,7 @@ import resource
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,8 +206,9 @@ def read_text(path: Path) -> str:
 class Usage(NamedTuple):
     """The things that a process holds at one moment; None where it has ended, or the kernel does not tell.
 
-    anonymous_bytes: memory that belongs to no file, with what has been swapped out.  handles: open file descriptors.
-    children: processes that it has started, or that those have started, and that still exist.
+    anonymous_bytes: memory that belongs to no file, with what has been swapped out; that of its `children` counts.
+    handles: open file descriptors.  children: processes that it has started, or that those have started, and that
+    still exist.
     """
 
     anonymous_bytes: int | None = None
@@ -224,7 +225,7 @@ def usage_of(pid: int | None) -> Usage:
     except OSError:
         return Usage()
     started = descendants(pid)
-    return Usage(anonymous_bytes(pid), handles, None if started is None else len(started))
+    return Usage(_of_all(pid, anonymous_bytes), handles, None if started is None else len(started))
 
 
 def anonymous_bytes(pid: int) -> int | None:
@@ -239,7 +240,7 @@ def figures(pid: int | None, start: Usage) -> dict[str, int | None]:
     now = usage_of(pid)
     return {
         "pid": pid,
-        "memory_bytes": private_bytes(pid),
+        "memory_bytes": _of_all(pid, private_bytes),
         "memory_growth_bytes": _growth(start.anonymous_bytes, now.anonymous_bytes),
         "handles": now.handles,
         "fds": now.handles,
@@ -247,6 +248,18 @@ def figures(pid: int | None, start: Usage) -> dict[str, int | None]:
         "children": now.children,
         "children_growth": _growth(start.children, now.children),
     }
+
+
+def _of_all(pid: int | None, bytes_of: Callable[[int], int | None]) -> int | None:
+    """The memory of process `pid` and of what it has started. Of this process alone: its workers are children, too."""
+    own = None if pid is None else bytes_of(pid)
+    if pid is None or own is None or pid == os.getpid():
+        return own
+    return own + _of_children(pid, bytes_of)
+
+
+def _of_children(pid: int, bytes_of: Callable[[int], int | None]) -> int:
+    return sum(bytes_of(child) or 0 for child in descendants(pid) or ())
 
 
 def _growth(before: int | None, now: int | None) -> int | None:
@@ -292,8 +305,8 @@ def private_bytes(pid: int | None) -> int | None:
 
 
 def own_memory_bytes() -> int:
-    """Bytes of memory that only this process holds; 0 where the kernel does not report them."""
-    return private_bytes(os.getpid()) or 0
+    """Bytes of memory that only this process holds, or only one of its children; 0 where the kernel does not tell."""
+    return (private_bytes(os.getpid()) or 0) + _of_children(os.getpid(), private_bytes)
 
 
 MEMORY_CHECKS = ("error", "warn", "off")

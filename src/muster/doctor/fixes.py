@@ -1,0 +1,136 @@
+"""Changes to a `make_vec` call that give each env something of its own: a port, a file, a folder."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gymnasium.envs.registration import EnvSpec
+
+from muster.doctor.held import PORTS, Held
+from muster.recipes.recipe import Recipe
+
+_MOST_FIXES = 4
+# One server may listen on so many ports above that which it is given.
+_PORTS_OF_ONE = 10
+_OF_THE_SYSTEM = ("PWD", "OLDPWD", "TMPDIR", "HOME")
+_INDEX = "muster.get_worker_info().env_index"
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Changes to a `make_vec` call that give each env something of its own, as code.
+
+    arguments: of the env, by name.  variables: of each worker's environment, by name; `i` is the worker.
+    """
+
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{name!r}: {code}" for name, code in self.arguments.items())
+        shown = [f"env_kwargs={{{arguments}}}"] * bool(arguments) + self.options()
+        return f"muster.make_vec(..., {', '.join(shown)})"
+
+    def options(self) -> list[str]:
+        """Its options of `make_vec`, beside the env's arguments."""
+        variables = ", ".join(f'"{name}": {code}' for name, code in self.variables.items())
+        return [f"worker_env=lambda i: {{{variables}}}"] * bool(variables)
+
+    def apply(self, recipe: Recipe) -> tuple[Recipe, dict[str, Any]]:
+        """The recipe with its arguments, and its options of `make_vec`, as values."""
+        known = {"muster": sys.modules["muster"], "tempfile": tempfile, "__name__": "__main__"}
+        values = {name: eval(code, dict(known)) for name, code in self.arguments.items()}
+        return replace(recipe, kwargs={**recipe.kwargs, **values}), eval(f"dict({''.join(self.options())})", known)
+
+
+NO_FIX = Fix()
+
+
+def arguments_of(form: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The env's arguments, by name: defaults, those of a spec, and those that the user gives."""
+    spec = form if isinstance(form, EnvSpec) else None
+    entry = form if spec is None else spec.entry_point
+    if isinstance(entry, str):
+        module, _, name = entry.partition(":")
+        entry = getattr(sys.modules.get(module), name, None)
+    try:
+        parameters = inspect.signature(entry).parameters.values() if callable(entry) else ()
+    except (TypeError, ValueError):
+        parameters = ()
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    return {**defaults, **({} if spec is None else spec.kwargs), **kwargs}
+
+
+def fixes_for(
+    wanted: Sequence[Held], arguments: Mapping[str, Any], arguments_alone: bool
+) -> Iterator[tuple[Fix, list[Held]]]:
+    """Fixes to try, those of arguments first, each with what it is to give each env of its own."""
+    ports = {kind: [int(one.name) for one in wanted if one.kind == kind] for kind in PORTS}
+    ways = {one: list(_ways(one, ports.get(one.kind, ()), arguments, arguments_alone)) for one in wanted}
+    fixable = {one: found for one, found in ways.items() if found}
+    for turn in range(min(_MOST_FIXES, max(map(len, fixable.values()), default=0))):
+        chosen = [found[min(turn, len(found) - 1)] for found in fixable.values()]
+        kinds = ({name: code for of, name, code in chosen if of == kind} for kind in ("argument", "variable"))
+        yield Fix(*kinds), list(fixable)
+
+
+def _ways(
+    one: Held, ports: Sequence[int], arguments: Mapping[str, Any], arguments_alone: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Ways to give each env its own: "argument" or "variable", with its name and code."""
+    for name, value in arguments.items():
+        if (code := _code(one, value, ports, _INDEX)) is not None:
+            is_folder = one.kind not in PORTS and os.path.isdir(value)
+            yield "argument", name, f"muster.lazy({'tempfile.mkdtemp' if is_folder else f'lambda: {code}'})"
+    if arguments_alone:
+        return
+    for name, text in os.environ.items():
+        if name not in _OF_THE_SYSTEM and (code := _code(one, text, ports, "i")) is not None:
+            yield "variable", name, code
+    if one.name.startswith("/") and one.kind != "device":
+        for name, folder in (("TMPDIR", tempfile.gettempdir()), ("HOME", os.path.expanduser("~"))):
+            if one.name.startswith(f"{folder.rstrip('/')}/"):
+                yield "variable", name, "tempfile.mkdtemp()"
+
+
+def _code(one: Held, value: Any, ports: Sequence[int], index: str) -> str | None:
+    """Code for a value as that of an argument, of which each env has another; None where it does not name the thing.
+
+    ports: all of its kind that both want.  index: code for the env's.
+    """
+    if one.kind in PORTS:
+        return _code_of_port(int(one.name), value, ports, index)
+    if not isinstance(value, (str, os.PathLike)) or len(text := os.fsdecode(value)) < 2:
+        return None
+    path, whole = one.name.lstrip("@"), os.path.abspath(text)
+    # A database has its journal beside it.
+    if not path.startswith(whole) and text.lstrip("/") not in os.path.basename(path):
+        return None
+    root, suffix = os.path.splitext(text)
+    number = re.search(r"\d+$", root) if one.kind == "device" else None
+    if number is not None:  # the next one of its kind
+        return _f_string(root[: number.start()], f"{int(number[0])} + {index}", suffix)
+    return _f_string(f"{root}-", index, suffix)
+
+
+def _code_of_port(port: int, value: Any, ports: Sequence[int], index: str) -> str | None:
+    number = re.search(rf"(?<!\d){port}(?!\d)", value) if isinstance(value, str) else None
+    if number is None and (type(value) is not int or not 0 <= port - value <= _PORTS_OF_ONE):
+        return None
+    first = value if number is None else port
+    apart = 1 + max((one - first for one in ports if 0 <= one - first <= _PORTS_OF_ONE), default=0)
+    code = f"{first} + {index}" if apart == 1 else f"{first} + {apart} * {index}"
+    return code if number is None else _f_string(value[: number.start()], code, value[number.end() :])
+
+
+def _f_string(before: str, code: str, after: str) -> str:
+    before, after = (json.dumps(text)[1:-1].replace("{", "{{").replace("}", "}}") for text in (before, after))
+    return f'f"{before}{{{code}}}{after}"'

@@ -1,0 +1,179 @@
+"""Envs of which two fight over something of the machine, as real simulators do."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+from patients import Patient
+
+import muster
+
+# A simulator as a program of its own: it says its name, and fails as programs do.
+_SERVER = """
+import os, socket, sys
+kind, port, size, ready = sys.argv[1], *map(int, sys.argv[2:])
+print(f"simulator on port {port}")
+server = socket.socket(type=socket.SOCK_DGRAM if kind == "udp" else socket.SOCK_STREAM)
+server.bind(("127.0.0.1", port))
+if kind == "tcp":
+    server.listen()
+world = bytearray(b"x") * size
+os.write(ready, b"!")
+sys.stdin.read()
+"""
+
+
+class Served(Patient):
+    """Has a server on a port. waits: for ever, where that has ended; else it says so."""
+
+    def __init__(self, port: int, kind: str = "tcp", server_bytes: int = 0, waits: bool = False) -> None:
+        super().__init__()
+        ready, to_env = os.pipe()
+        command = [sys.executable, "-c", _SERVER, kind, *map(str, (port, server_bytes, to_env))]
+        self.server = subprocess.Popen(command, pass_fds=[to_env], stdin=subprocess.PIPE)
+        os.close(to_env)
+        has_started = os.read(ready, 1)
+        os.close(ready)
+        if not has_started:
+            time.sleep(1000 * waits)
+            raise RuntimeError("the simulator has ended")
+
+    def close(self) -> None:
+        self.server.communicate()
+
+
+class Bound(Patient):
+    """Listens on a Unix socket."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.address = address
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(address)
+        self.socket.listen()
+
+    def close(self) -> None:
+        self.socket.close()
+        os.unlink(self.address)
+
+
+class Single(Patient):
+    """Leaves a pid file, as daemons do, and refuses to start where there is one."""
+
+    def __init__(self, folder: str = "") -> None:
+        super().__init__()
+        self.pid_file = Path(folder or tempfile.gettempdir(), "muster-test-simulator.pid")
+        if self.pid_file.exists():
+            raise RuntimeError(f"a simulator runs already, see {self.pid_file.name}")
+        self.pid_file.write_text(str(os.getpid()))
+
+    def close(self) -> None:
+        self.pid_file.unlink()
+
+
+class Recording(Patient):
+    """Writes each step into a database, in one long transaction."""
+
+    def __init__(self, database: str) -> None:
+        super().__init__()
+        self.database = sqlite3.connect(database, timeout=0.2)
+        self.database.execute("create table if not exists steps (number)")
+        self.database.execute("insert into steps values (0)")
+
+    def close(self) -> None:
+        self.database.rollback()
+        self.database.close()
+
+
+class Logging(Patient):
+    """Appends to one log file. how: "kept" open, or "reopened" for each line."""
+
+    def __init__(self, log: str, how: str = "kept") -> None:
+        super().__init__()
+        self.log = log
+        self.kept = Path(log).open("a") if how == "kept" else None  # noqa: SIM115
+
+    def step(self, action: Any) -> Any:
+        if self.kept is None:
+            with open(self.log, "a") as log:
+                log.write("step\n")
+        return super().step(action)
+
+    def close(self) -> None:
+        if self.kept is not None:
+            self.kept.close()
+
+
+class Sharing(Patient):
+    """Makes a shared memory of a fixed name."""
+
+    def __init__(self, memory: str) -> None:
+        super().__init__()
+        self.memory = shared_memory.SharedMemory(memory, create=True, size=100)
+
+    def close(self) -> None:
+        self.memory.close()
+        self.memory.unlink()
+
+
+class Driving(Patient):
+    """Drives a device that one process at a time may open."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.fd = os.open(device, os.O_RDWR)
+        fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class PortOfItsOwn(Patient):
+    """Takes the first port that is free."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.socket = None
+        while self.socket is None:
+            try:
+                self.socket = socket.create_server(("127.0.0.1", port))
+            except OSError:
+                port += 1
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def make_by_variable() -> Served:
+    return Served(int(os.environ["MUSTER_TEST_PORT"]))
+
+
+def make_single() -> Single:
+    return Single()
+
+
+def make_by_index(port: int, **kwargs: Any) -> Served:
+    return Served(port + muster.get_worker_info().env_index, **kwargs)
+
+
+def make_hard_coded(port: Any) -> Any:
+    """A factory without an argument for its port."""
+    return _HardCoded(port)
+
+
+class _HardCoded:
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def __call__(self) -> Served:
+        return Served(self._port)
