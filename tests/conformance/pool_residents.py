@@ -153,6 +153,9 @@ class Hooks:
         self.at("doing")
         return f"at work in place {place}"
 
+    def state(self, place: int) -> None:
+        self.at("state")
+
     def pending(self, place: int) -> int:
         self.at("pending")
         return self._pending

@@ -177,7 +177,8 @@ void bind_numbers(nb::module_& m) {
       m, "Command", {{"STEP", Command::kStep}, {"RESET", Command::kReset}, {"STEP_PROVIDED", Command::kStepProvided}});
   bind_enum<Status>(m, "Status", {{"OK", Status::kOk}, {"RAISED", Status::kRaised}, {"LOST", Status::kLost}});
   bind_enum<Doing>(m, "Doing", {{"NOTHING", Doing::kNothing}, {"STEPPING", Doing::kStepping},
-                                {"RESETTING", Doing::kResetting}, {"TALKING", Doing::kTalking}});
+                                {"RESETTING", Doing::kResetting}, {"TALKING", Doing::kTalking},
+                                {"BUILDING", Doing::kBuilding}});
   bind_enum<Autoreset>(m, "Autoreset", {{"NEXT_STEP", Autoreset::kNextStep}, {"SAME_STEP", Autoreset::kSameStep},
                                         {"DISABLED", Autoreset::kDisabled}});
   bind_enum<Caller::Unusual>(
@@ -204,12 +205,15 @@ void bind_numbers(nb::module_& m) {
 #undef FIELD
   m.attr("RECORD_BYTES") = sizeof(EnvRecord);
   m.attr("HOST_BYTES") = sizeof(HostRecord);
+  m.attr("HOST_DOING_AT") = offsetof(HostRecord, doing);
   m.attr("CALLER_BYTES") = sizeof(CallerRecord);
   m.attr("CACHE_LINE") = kCacheLine;
   m.attr("SLICE_NS") = Caller::kSliceNs;
   m.attr("MARK") = kMark;
   m.attr("EXIT_FDS_CLOSED") = kExitFdsClosed;
   m.attr("EXIT_NO_THREADS") = kExitNoThreads;
+  m.attr("STACK_SIGNAL") = stack_signal();
+  m.attr("WATCHDOG_NAME") = kWatchdogName;
 }
 
 void bind_slab_layout(nb::module_& m) {
@@ -417,6 +421,8 @@ void bind_functions(nb::module_& m) {
     if (errno) raise_os_error();
   }, "caller_pidfd"_a, nb::kw_only(), "stderr_pipe"_a = -1, "stderr_to"_a = -1, "tail"_a = -1,
         "Raises OSError where no thread can be started.");
+  m.def("signal_thread", [](int pid, int thread, int number) { syscall(SYS_tgkill, pid, thread, number); },
+        "Sends a signal to one thread of a process, if it is still there.");
   m.def("set_death_signal", [](int number) { prctl(PR_SET_PDEATHSIG, number); },
         "Sets the signal that this process receives when the thread that started it ends.");
   m.def("set_process_name", [](const char* name) { prctl(PR_SET_NAME, name); },

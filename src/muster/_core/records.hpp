@@ -15,7 +15,7 @@ inline constexpr size_t kCacheLine = 64;
 
 enum class Command : uint8_t { kStep = 1, kReset = 2, kStepProvided = 3 };
 enum class Status : uint8_t { kOk = 0, kRaised = 1, kLost = 2 };
-enum class Doing : uint32_t { kNothing = 0, kStepping = 1, kResetting = 2, kTalking = 3 };
+enum class Doing : uint32_t { kNothing = 0, kStepping = 1, kResetting = 2, kTalking = 3, kBuilding = 4 };
 
 // All that an env reports about one step, on one cache line. Its two counters hand over all bytes of the env, of which
 // the rest of the record is a part: the worker's while they differ, else the caller's; transport/slab.py has the list.

@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -23,6 +24,11 @@ namespace muster {
 constexpr int kExitFdsClosed = 87;
 // A worker that can have no thread for this file's work ends with this one.
 constexpr int kExitNoThreads = 88;
+
+// The thread by this name, of those in /proc, takes the signal for which faulthandler writes the stacks of all threads:
+// a system call of the env's own, such as poll(), would end with EINTR where the env's thread took it.
+constexpr char kWatchdogName[] = "muster-watchdog";
+inline int stack_signal() { return SIGRTMIN + 7; }  // not SIGUSR1: envs may use that
 
 struct WatchdogFds {
   int caller;       // pidfd; readable once the caller is gone
@@ -96,6 +102,11 @@ inline void* watch_caller(void* raw) {
   // The relay is started here, so that it shares this thread's fds. Without it the worker's stderr would fill up and
   // block.
   if (fds.stderr_pipe >= 0 && pthread_create(&relay, nullptr, relay_stderr, raw) != 0) _exit(kExitNoThreads);
+  sigset_t stack;
+  sigemptyset(&stack);
+  sigaddset(&stack, stack_signal());
+  pthread_sigmask(SIG_UNBLOCK, &stack, nullptr);
+  prctl(PR_SET_NAME, kWatchdogName);
   for (;;) {
     pollfd polled = {fds.caller, POLLIN, 0};
     if (poll(&polled, 1, -1) < 0) continue;

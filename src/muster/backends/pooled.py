@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from muster._core import Doing, ticks
+from muster._core import Doing
 from muster.backends.base import Backend, CallerOptions, WorkerLost, make_caller
 from muster.errors import ClosedError, WaitTimeout
 from muster.hosts.env_facts import EnvFacts
@@ -24,11 +24,10 @@ from muster.pool.messages import Failed
 from muster.pool.place import Limit
 from muster.pool.resources import Usage, naming_limits
 from muster.pool.verbs import Answered, BasePool, Lost, Successor
+from muster.pool.watch import WORDS, State, seconds_since
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.slab import Slab, SlabPlan, split_evenly
-
-_STARTED = time.monotonic_ns(), ticks()
 
 
 class PooledBackend(Backend):
@@ -242,6 +241,16 @@ class PooledBackend(Backend):
             return "mapping the slab"
         return doing_in(self.slab, place, self._busy(place))
 
+    def state(self, place: int) -> State | None:
+        """What a worker is in, or the first env that it owes."""
+        if not self._attached:
+            return None
+        host, busy = self.slab.host(place), self._busy(place)
+        if host["doing"] == Doing.NOTHING and not busy:
+            return None
+        env = busy[0] if host["doing"] == Doing.NOTHING else host["env_index"]
+        return State(host["doing"], env, host["since"])
+
     def pending(self, place: int) -> int:
         """The number of envs that a worker has to step or reset first."""
         return len(self._busy(place)) if self._attached else 0
@@ -262,18 +271,10 @@ def doing_in(slab: Slab, host: int, busy: Sequence[int]) -> str:
     """Words such as ``in step of env 5 for 3.2 s``. busy: the envs for which the worker owes an answer."""
     state = slab.host(host)
     if state["doing"] != Doing.NOTHING:
-        words = {Doing.STEPPING: "in step", Doing.RESETTING: "in reset", Doing.TALKING: "answering a call"}
-        return f"{words[state['doing']]} of env {state['env_index']} for {_seconds_since(state['since']):.3g} s"
+        return f"{WORDS[state['doing']]} of env {state['env_index']} for {seconds_since(state['since']):.3g} s"
     if busy:
         return f"about to step envs {', '.join(map(str, busy))}"
     return "waiting for the caller"
-
-
-def _seconds_since(moment: int) -> float:
-    """Seconds since a moment of the core's clock."""
-    now_ns, now = time.monotonic_ns(), ticks()
-    per_second = (now - _STARTED[1]) / max(1, now_ns - _STARTED[0]) * 1e9
-    return (now - moment) / max(1.0, per_second)
 
 
 def called(name: str | EnvCall) -> str:

@@ -15,6 +15,7 @@ from muster.pickling.main_module import Init
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.resources import Usage, usage_of
+from muster.pool.watch import Activity
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
@@ -25,7 +26,7 @@ from muster.worker_info import WorkerInfo
 class SerialBackend(Backend):
     """Steps every env in the calling thread. Arguments are not copied; global random generators are not seeded.
 
-    init: called once, before the first env is built.
+    init: called once, before the first env is built.  activity: a worker's, see `Activity`.
     """
 
     num_workers = 0
@@ -37,14 +38,16 @@ class SerialBackend(Backend):
         nouns: Nouns = NOUNS,
         *,
         init: Init | None = None,
+        activity: Activity | None = None,
     ) -> None:
+        self._activity = activity
         self._init = init
         self.nouns = nouns
         self.user_call = recipes[0].call
         self.first_envs = (0, len(recipes))
         self._is_callers = info is None  # else a worker's, whose caller says what it waits for
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
-        self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker)
+        self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker, activity=activity)
         self.envs = self._env_host.envs
         self._mail = LocalMail()
 
@@ -54,7 +57,7 @@ class SerialBackend(Backend):
         return self._env_host.facts()
 
     def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
-        self.slab = Slab(plan)
+        self.slab = Slab(plan, host=None if self._activity is None else self._activity.memory)
         self.caller = make_caller(self.slab, caller)
         attach_local_host(self, self._env_host, 0, self._mail, options)
         self._usage_at_start = usage_of(os.getpid())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from muster._core import Stepper
+from muster._core import Doing, Stepper
 from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch
@@ -19,6 +19,7 @@ from muster.pickling import copied_if_plain, find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
 from muster.pool.resources import limit_behind, own_memory_bytes
 from muster.pool.set_up import about_script
+from muster.pool.watch import Activity
 from muster.pool.worker import seed_globals
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import BuiltEnv, Recipe
@@ -36,6 +37,7 @@ class EnvHost:
 
     dumps: pickles for the caller; None where the caller is in this process.  worker_noun: for a worker, in failures.
     together: the recipes of all hosts in this process; None where there is no other host.
+    activity: where it says which env it builds or calls.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class EnvHost:
         dumps: Callable[[object], bytes] | None = None,
         worker_noun: str = "worker",
         together: Sequence[Recipe] | None = None,
+        activity: Activity | None = None,
     ) -> None:
+        self._activity = activity or Activity()
         self._together = together
         self.worker_noun = worker_noun
         self.recipes = list(recipes)
@@ -99,7 +103,7 @@ class EnvHost:
         return dataclasses.replace(self.info, env_index=self.recipes[i].env_index)
 
     def _build_one(self, i: int) -> BuiltEnv:
-        with worker_info_context(self.info_of(i)):
+        with self._activity.of(Doing.BUILDING, self.first_env + i), worker_info_context(self.info_of(i)):
             built = self.recipes[i].build()
             facts_of(built.env)
         return built
@@ -293,7 +297,7 @@ class EnvHost:
         results = []
         for i, env in enumerate(self.envs):
             try:
-                with worker_info_context(self.info_of(i)):
+                with self._activity.of(Doing.TALKING, self.first_env + i), worker_info_context(self.info_of(i)):
                     results.append(act(i, env))
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and self.dumps is None:

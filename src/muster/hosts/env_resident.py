@@ -24,7 +24,8 @@ class EnvResident(RecipeResident):
         self._here = here
         self._steps = False
         self._is_new = plan.attach is None
-        self.host = EnvHost(plan.recipes, here.info, plan.first_env, dumps=here.dumps, together=plan.together)
+        around: dict[str, Any] = {"dumps": here.dumps, "together": plan.together, "activity": here.activity}
+        self.host = EnvHost(plan.recipes, here.info, plan.first_env, **around)
         if failure := self.host.build(here.report if here.is_judged else None):
             raise HostFailed(failure)
         if plan.attach is not None:

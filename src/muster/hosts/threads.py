@@ -28,6 +28,7 @@ from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message
 from muster.pool.place import Limit, Owing, Plan
 from muster.pool.resources import Usage, limit_reached, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
+from muster.pool.watch import Activity
 from muster.pool.worker import Here, Resident, serve
 from muster.worker_info import worker_info_context
 
@@ -56,6 +57,7 @@ class _Thread(Owing):
         self._resident = resident
         self._said, self._heard = said, heard
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.activity = Activity()
         self.crash: BaseException | None = None
         self._numpy_errors = np.geterr(), np.geterrcall()  # a new thread has NumPy's own
         # A daemon: an endless step must not keep the interpreter from ending.
@@ -68,7 +70,8 @@ class _Thread(Owing):
         try:
             with worker_info_context(self.plan.info):
                 try:
-                    resident = self._resident(self.plan.content, Here(self.plan.info, {}, None, self._say))
+                    here = Here(self.plan.info, {}, None, self._say, activity=self.activity)
+                    resident = self._resident(self.plan.content, here)
                     self._say(Ready(resident.facts()))
                 except BaseException as error:
                     self._say(Failed.of(error, None))
@@ -83,6 +86,11 @@ class _Thread(Owing):
     def _say(self, message: Message) -> None:
         self._said.append((self, message))
         self._heard.put(None)
+
+    def stack_lines(self) -> list[str]:
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        frames = traceback.walk_stack(frame) if frame is not None else ()
+        return [f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}' for one, line in frames]
 
     def stack(self) -> str:
         """The thread's Python stack."""
@@ -179,6 +187,7 @@ class ThreadPool(BasePool[_Thread]):
                 cause = f"{type(one.crash).__name__}: {one.crash}"
                 with self.whole():
                     raise WorkerDied(one.name, self._hooks.doing(one.index), None, cause, is_thread=True) from one.crash
+        self._look(self._places)
 
     def deliver_logs(self) -> None:
         """Does nothing: records are the process's own."""

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from muster._core import EXIT_FDS_CLOSED
+from muster._core import EXIT_FDS_CLOSED, Doing
 from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import WorkerDied, WorkerTimeout, how_ended
 from muster.pickling.main_module import Init
 from muster.pool.closing import AT_ONCE
+from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
 from muster.pool.messages import Failed
 from muster.pool.notices import starts_unsaid
@@ -26,6 +27,7 @@ from muster.pool.pool import Pool
 from muster.pool.set_up import NO_INIT, ChosenInit, Processes
 from muster.pool.verbs import Answered, Hooks
 from muster.pool.worker import Here, Resident
+from muster.pool.worker_process import print_at_once
 from muster.recipes.recipe import Recipe, pack, unpack
 from muster.worker_info import WorkerInfo
 
@@ -35,9 +37,15 @@ STARTING = "starting Python"
 # What trials import, in the launcher that forks their processes.
 _PRELOADS = ("muster.hosts.trial", "muster.vector.make")
 _HASH_SEED = 1
-# A wait of a minute would be warned of; this one is made in parts.
-_WAIT_S = 20.0
+# What an env is in, by the first words of stages; in others it is called.
+_DOING = dict.fromkeys(("importing", "unpacking", "building"), Doing.BUILDING)
+_DOING |= {"resetting": Doing.RESETTING, "stepping": Doing.STEPPING}
+# A trial has the limit of a stage, which is no argument of its user's.
+_NOUNS = Nouns("trial", step_timeout="")
 _ALIVE_EVERY_S = 0.2
+# What is printed has reached the file by then.
+_PRINTED_S = 0.05
+_SAID_BYTES, _SAID_LINES = 4096, 12
 _OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 
@@ -50,6 +58,13 @@ class Raised(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> Raised:
         return cls(f"raised {type(error).__name__}: {error}", _own_traceback(error))
+
+    def after(self, fd: int) -> Raised:
+        """The same, with the last lines of the file that keeps what was printed."""
+        time.sleep(_PRINTED_S)
+        said = os.pread(fd, _SAID_BYTES, max(0, os.fstat(fd).st_size - _SAID_BYTES)).decode(errors="replace")
+        last = "\n".join(said.splitlines()[-_SAID_LINES:])
+        return self._replace(detail=f"{self.detail}\nPrinted last:\n{last}".lstrip()) if last else self
 
 
 @dataclass
@@ -87,18 +102,21 @@ class TrialOutcome:
 class Reporter:
     """Reports a trial's progress and results to the process that started it; each report renews the stage's time."""
 
-    def __init__(self, report: Callable[[Any], None]) -> None:
-        self._report = report
-        self._alive_at = 0.0
+    def __init__(self, here: Here) -> None:
+        self._report, self._activity = here.report, here.activity
+        self._doing, self._alive_at = Doing.BUILDING, 0.0
 
     def stage(self, name: str) -> None:
         """Reports the name of the next stage."""
+        self._doing = _DOING.get(name.split()[0], Doing.TALKING)
+        self._activity.put(self._doing, 0)
         self._report(("stage", name))
 
     def alive(self) -> None:
         """Reports, at most every 0.2 s, that the stage makes progress although it takes long."""
         if time.monotonic() > self._alive_at:
             self._alive_at = time.monotonic() + _ALIVE_EVERY_S
+            self._activity.put(self._doing, 0)
             self._report(None)
 
     def result(self, name: str, value: Any) -> None:
@@ -118,6 +136,9 @@ class Trial(Resident):
 
     @classmethod
     def prepare(cls) -> None:
+        os.environ["PYTHONUNBUFFERED"] = "1"  # of Python programs that an env starts
+        print_at_once()
+        os.dup2(2, 1)  # what is printed is kept with the last words
         import_without_bots()
 
     @classmethod
@@ -125,14 +146,14 @@ class Trial(Resident):
         packed = super().unpack(data, here, initialise)
         if packed is None:
             return ()
-        Reporter(here.report).stage("unpacking the recipe")
+        Reporter(here).stage("unpacking the recipe")
         try:
             return unpack(packed, run=initialise)
         except BaseException as error:
             return Raised.of(error)
 
     def __init__(self, plan: Sequence[Recipe] | Raised, here: Here) -> None:
-        self._recipes, self._reporter = plan, Reporter(here.report)
+        self._recipes, self._reporter, self._said = plan, Reporter(here), here.files["tail"]
 
     def answer(self, question: tuple[Callable[..., None], dict[str, Any]]) -> Raised | None:
         trial, options = question
@@ -141,7 +162,7 @@ class Trial(Resident):
         try:
             trial(*self._recipes, self._reporter, **options)
         except BaseException as error:
-            return Raised.of(error)
+            return Raised.of(error).after(self._said)
         return None
 
 
@@ -201,6 +222,7 @@ class Trials:
             ),
             _Owner(),
             reported=outcome.take,
+            nouns=_NOUNS,
         )
         try:
             with starts_unsaid(), warnings.catch_warnings():
@@ -209,10 +231,9 @@ class Trials:
                 warnings.simplefilter("ignore")
                 pool.start()
             pool.ask(0, pool.sealed((trial, options)), Limit(self.stage_timeout_s, "the time of a stage"))
-            while not (arrived := pool.take(min(_WAIT_S, max(0.0, ends - time.monotonic())))):
-                if time.monotonic() > ends:
-                    outcome.late, outcome.how = True, f"took over {most_s:.3g} s"
-                    return outcome
+            if not (arrived := pool.take(None if most_s == math.inf else max(0.0, ends - time.monotonic()))):
+                outcome.late, outcome.how = True, f"took over {most_s:.3g} s"
+                return outcome
             [raised] = [one.content for one in arrived if isinstance(one, Answered)]
             if raised is None:
                 outcome.stage = None

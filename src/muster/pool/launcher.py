@@ -31,7 +31,7 @@ from muster._core import set_death_signal, set_process_name
 from muster.errors import UsageError
 from muster.pool.environment import Surroundings
 from muster.pool.notices import say
-from muster.pool.worker_process import kill_group, kill_left, kill_with_all
+from muster.pool.worker_process import ignore_user_signals, kill_group, kill_left, kill_with_all
 
 HEADER = struct.Struct("<q")  # the size of a request; and the answer: a pid, or below 0 an errno
 # The most fds that a worker can receive with the request to start it, the pipe for its exit status among them.
@@ -236,6 +236,7 @@ def main(control_fd: int, caller_pidfd: int, preloads: Sequence[str], without: s
     leave_terminal()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored signal is inherited from the caller
+    ignore_user_signals()
     if reason := preload(preloads):
         own = [name for name in preloads if name.partition(".")[0] == "muster"]
         kept = own if len(own) < len(preloads) else []

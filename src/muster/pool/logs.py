@@ -87,6 +87,13 @@ def hand_over(data: bytes, lost: int, more: Mapping[str, Any] = MappingProxyType
         )
 
 
+def as_record(text: str) -> bytes:
+    """A warning of Muster's own, as a worker's record travels."""
+    record = logging.LogRecord(_log.name, logging.WARNING, __file__, 0, text, None, None)
+    data = pickle.dumps((vars(record), ()))
+    return _LENGTH.pack(len(data)) + data
+
+
 def drop(data: bytes, lost: int) -> None:
     """Drops workers' records."""
 

@@ -57,6 +57,7 @@ class StartOrder(Message):
     big_arrays: tuple[Place, ...] = ()  # places of the plan's big parts
     is_judged: bool = False  # whether the owner wants to know what building costs
     awaits_build: bool = False  # whether the worker imports what its plan needs, but builds only after `Build`
+    place: int = 0  # in the pool
 
 
 @dataclass(eq=False)

@@ -21,8 +21,9 @@ from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds
 from muster.pool.messages import Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, naming_limits, usage_of
+from muster.pool.watch import Activity
 from muster.pool.worker import main
-from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stream_fd
+from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stack_lines, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, watched_s
 from muster.worker_info import WorkerInfo
@@ -60,12 +61,18 @@ class Limit:
 
 
 class Owing:
-    """What a place owes."""
+    """What a place owes, and what it is in."""
 
+    index: int
     name: WorkerName
+    activity: Activity
     asked_at: float | None = None  # of the question that it owes an answer to
     limit: Limit | None = None  # of that answer; a thread's is not kept: nobody can end a thread
     forgotten = 0  # answers that will come and are to be dropped
+
+    def stack_lines(self) -> list[str]:
+        """The Python stack of the thread that works there, most recent call first; empty where it cannot be read."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -82,6 +89,7 @@ class Place(Owing):
     parts: int
     process: WorkerProcess
     channel: Channel
+    activity: Activity
     nouns: Nouns = NOUNS
     replaces: str = ""
     starting_until: float | None = None
@@ -139,17 +147,14 @@ class Place(Owing):
 
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""
-        return WorkerTimeout(self.name, doing, limit, elapsed_s, python_stack(self.process), self._rebuilding)
+        return WorkerTimeout(self.name, doing, limit, elapsed_s, python_stack(self.process), self.rebuilding)
 
-    def slow_to_start(self, limit_s: float) -> str:
-        """The warning, with the Python stack, that the worker is still starting. limit_s: the time that it has."""
-        return (
-            f"{self.name} has been {self.building}, and may go on until start_timeout={limit_s}.{self._rebuilding}\n"
-            f"Its Python stack:\n{python_stack(self.process)}"
-        )
+    def stack_lines(self) -> list[str]:
+        return stack_lines(self.process)
 
     @property
-    def _rebuilding(self) -> str:
+    def rebuilding(self) -> str:
+        """The sentence about a worker that still rebuilds what was sent to it; empty for another."""
         return self.nouns.rebuilding if self.is_unpacking else ""
 
     def retire(self) -> None:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import secrets
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from muster._core import HOST_BYTES, Doing
 from muster.errors import CannotTravel, UnknownMessage, UsageError, WorkerError, WorkerTimeout
-from muster.introspection import caller_stacklevel
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
@@ -47,13 +46,13 @@ from muster.pool.resources import Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
+from muster.pool.watch import activity_in
 from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, frame, watched_s
 from muster.transport.mail import dumps
 from muster.worker_info import SEED_BITS
 
-PATIENT_S = 60.0  # a longer wait gives a warning
 # Each stands before its content, which was sealed once for several places.
 _HEADS = {kind: frame(dumps(kind())) for kind in (Post, Question)}
 
@@ -82,7 +81,7 @@ class Pool(BasePool[Place]):
         reported: Callable[[Any], object] = lambda content: None,
         take_logs: Callable[[bytes, int], None] = hand_over,
     ) -> None:
-        super().__init__(hooks, nouns)
+        super().__init__(hooks, nouns, take_logs)
         self._resident, self._options, self._reported = resident, processes, reported
         self.plans = plans
         self._files = dict(files or {})
@@ -93,7 +92,6 @@ class Pool(BasePool[Place]):
         self._started = False
         self._polled, self._poller = list[Place](), Poller()
         self._judged: list[Any] = []
-        self._warned = False
 
     # ---- starting
 
@@ -143,9 +141,10 @@ class Pool(BasePool[Place]):
         began = watched_s()
         with Uninterrupted(), standard_fds():
             starting.inheritance = None if forks else Inheritance([plan.fds for plan in self.plans])
-            for name in ("arrays", "logs"):
+            for name in ("arrays", "logs", "activity"):
                 self._own_files[name] = memfd(name)
                 own(self._own_files[name])
+        os.ftruncate(self._own_files["activity"], max(1, len(self.plans)) * HOST_BYTES)
         self._log_inbox = LogInbox(self._own_files["logs"], self._take_logs)
         self.log_flag = self._log_inbox.flag
         starting.big_arrays = BigArrays(self._own_files["arrays"], [plan.big for plan in self.plans])
@@ -159,6 +158,7 @@ class Pool(BasePool[Place]):
                 big_arrays=starting.big_arrays.places[index],
                 is_judged=is_judged and index == 0,
                 awaits_build=is_judged and index > 0,
+                place=index,
             )
             starting.orders.append(order)
         if not forks and self.plans:
@@ -186,10 +186,13 @@ class Pool(BasePool[Place]):
             start = functools.partial(launcher.start, *settings)
         else:  # another thread has closed the pool
             raise self._is_closed()
+        activity = activity_in(self._own_files["activity"], index)
+        activity.memory[:] = 0  # of the worker before
+        activity.put(Doing.BUILDING)
         fds, count = {**self._files, **self._own_files}, len(self.plans)
         process, channel = launch_named(name, count, fds, start, is_apart=settings[-1])
         to = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
-        return Place(index, name, plan.parts, process, to, self._nouns)
+        return Place(index, name, plan.parts, process, to, activity, self._nouns)
 
     def _with_inheritance(self, index: int, content: bytes | None = None) -> tuple[StartOrder, list[int]]:
         """The order for a place, and the fds to send with it. content: another than that of the place's plan."""
@@ -219,10 +222,7 @@ class Pool(BasePool[Place]):
                 continue
             if left_s == 0.0:
                 raise self._too_slow(owed[0])
-            if not self._warned and time.monotonic() - owed[0].launched_at > PATIENT_S:
-                self._warned = True
-                slow = owed[0].slow_to_start(self._options.start_timeout_s)
-                warnings.warn(slow, RuntimeWarning, stacklevel=caller_stacklevel())
+            self._look(owed)
 
     def _raise_failed(self, places: Sequence[Place]) -> None:
         for place in places:
@@ -340,7 +340,7 @@ class Pool(BasePool[Place]):
             elif place.limit is not None and (elapsed_s := place.owes_since()) > place.limit.s:
                 self.lose(place.index, place.limit.words, elapsed_s)
         self.deliver_logs()
-        self._warn_once(waited_s)
+        self._look(self._places)
 
     def lose(self, place: int, limit: str, elapsed_s: float) -> None:
         """Ends a worker that hangs, for its owner. limit: the limit in words.  elapsed_s: its time so far."""
@@ -368,14 +368,12 @@ class Pool(BasePool[Place]):
         if self._places[index] is not place or place.process.has_ended():
             raise ChannelClosed
         self.deliver_logs()
-        self._warn_once(waited_s)
+        self._look(self._places)
 
-    def _warn_once(self, waited_s: float) -> None:
-        if waited_s > PATIENT_S and not self._warned:
-            self._warned = True
-            doing = "; ".join(f"{self._nouns.worker} {one.index}: {self._doing(one)}" for one in self._places)
-            words = f"waiting for {PATIENT_S:.0f} s ({doing}).{self._nouns.patience}"
-            warnings.warn(words, RuntimeWarning, stacklevel=caller_stacklevel())
+    def _hint(self, place: Place) -> str:
+        if not (place.starts and self._nouns.step_timeout):
+            return place.rebuilding if place.starts else self._nouns.patience
+        return f" It may go on until start_timeout={self._options.start_timeout_s}.{place.rebuilding}"
 
     def _doing(self, place: Place) -> str:
         return place.building if place.starts else self._hooks.doing(place.index)

@@ -8,15 +8,19 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from muster._core import Doing
 from muster.errors import ClosedError, UsageError
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
+from muster.pool.logs import hand_over
 from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Limit, Owing
 from muster.pool.resources import Usage
+from muster.pool.watch import NO_ENV, About, State, Watch
 from muster.transport.channel import watched_s
 
 SLICE_S = 0.05
@@ -60,6 +64,10 @@ class Hooks(Protocol):
         """What a worker that is ready is doing, in words."""
         return "at work"
 
+    def state(self, place: int) -> State | None:
+        """What a worker is in that does not say so itself, see `Activity`."""
+        return None
+
     def pending(self, place: int) -> int:
         """How much a worker has to do before it can read a message."""
         return 0
@@ -100,7 +108,8 @@ class BasePool(ABC, Generic[P]):
     log_flag: ``log_flag[0]`` is not 0 while there are log records to deliver.
     """
 
-    def __init__(self, hooks: Hooks, nouns: Nouns) -> None:
+    def __init__(self, hooks: Hooks, nouns: Nouns, take_logs: Callable[[bytes, int], None] = hand_over) -> None:
+        self._watch = Watch(take_logs)
         self._hooks, self._nouns = hooks, nouns
         self._owner = os.getpid()
         self._places: list[P] = []
@@ -229,6 +238,26 @@ class BasePool(ABC, Generic[P]):
 
         waited_s: for how long. Raises ClosedError, and what closed the pool.
         """
+
+    def _look(self, places: Sequence[P]) -> None:
+        """Says what is waited for in these places, if it is time."""
+        self._watch.look(lambda: self._states(places), self._about)
+
+    def _states(self, places: Sequence[P]) -> Iterator[tuple[int, State]]:
+        for place in places:
+            said = place.activity.read()
+            if state := self._hooks.state(place.index) if said.doing == Doing.NOTHING else said:
+                yield place.index, state
+
+    def _about(self, index: int, env: int) -> About:
+        place = self._places[index]
+        own = replace(place.name, envs=range(0))
+        name = str(place.name) if env == NO_ENV else f"{self._nouns.env(index, env)} ({own})"
+        return About(name, self._hint(place), place.stack_lines())
+
+    def _hint(self, place: P) -> str:
+        """The sentences about a long wait."""
+        return ""
 
     @abstractmethod
     def deliver_logs(self) -> None:

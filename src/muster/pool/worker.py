@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from muster._core import EXIT_FDS_CLOSED, EXIT_NO_THREADS, MARK, kill_started, start_watchdog
+from muster._core import EXIT_FDS_CLOSED, EXIT_NO_THREADS, MARK, STACK_SIGNAL, Doing, kill_started, start_watchdog
 from muster.errors import UnknownMessage
 from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
 from muster.pool.inherit_in_worker import after_fork, finish_queues, start_method_left, take_over
@@ -41,7 +41,8 @@ from muster.pool.messages import (
     expect,
 )
 from muster.pool.set_up import about_script
-from muster.pool.worker_process import STACK_SIGNAL, flush_streams, kill_group
+from muster.pool.watch import Activity, activity_in
+from muster.pool.worker_process import flush_streams, ignore_user_signals, kill_group
 from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import dumps
@@ -56,6 +57,7 @@ class Here:
     forked: whether the worker is a fork of its owner.
     big_arrays, fds: what travels with the plan, while `Resident.unpack` runs.
     is_judged: whether the owner wants to hear of the resident's parts by `report`, while it is built.
+    activity: where the resident says what it is in.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class Here:
         dumps: Callable[[object], bytes] | None,
         send: Callable[[Message], None],
         *,
+        activity: Activity,
         forked: bool = False,
         is_judged: bool = False,
     ) -> None:
+        self.activity = activity
         self.info, self.files, self.dumps = info, files, dumps
         self.forked, self.is_judged = forked, is_judged
         self.big_arrays: Sequence[memoryview] = ()
@@ -167,6 +171,7 @@ def _take_over(fds: Mapping[str, int]) -> None:
     faulthandler.register(STACK_SIGNAL, file=fds["tail"], all_threads=True)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ignore_user_signals()
     # The caller handles Ctrl-C. A handler that does nothing: processes of the resident would inherit an ignored signal.
     signal.signal(signal.SIGINT, lambda *_: None)
 
@@ -193,7 +198,9 @@ class Worker:
             if forked:
                 limit_threads(order.threads)  # a fork has none of the threads that torch's pool would wait for
             try:
+                self._activity = activity_in(self._fds["activity"], order.place)
                 resident = self._built(order)
+                self._activity.put(Doing.NOTHING)
                 self._channel.send(Ready(resident.facts()))
                 limit_threads(order.threads)
                 freeze_heap(collects=not forked)
@@ -211,6 +218,7 @@ class Worker:
         kind.prepare()
         here = Here(
             *(order.info, self._fds, self._dumps, self._channel.send),
+            activity=self._activity,
             forked=self._inherited is not None,
             is_judged=order.is_judged,
         )
@@ -220,7 +228,8 @@ class Worker:
         else:
             plan = self._set_up(order, here, kind)
         if order.awaits_build:
-            expect(Build, self._channel.recv())
+            with self._activity.of(Doing.NOTHING):
+                expect(Build, self._channel.recv())
         return kind(plan, here)
 
     def _set_up(self, order: StartOrder, here: Here, kind: type[Resident]) -> Any:

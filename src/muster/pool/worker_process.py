@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from muster._core import kill_started
+from muster._core import STACK_SIGNAL, WATCHDOG_NAME, kill_started, signal_thread
 
-# Makes faulthandler write the Python stack, even while native code holds the GIL. Not SIGUSR1: envs may use that.
-STACK_SIGNAL = signal.SIGRTMIN + 7
+# Slurm sends the one that a job asks for to every process of its step.
+USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _STACK_S = 0.5
 _TAIL_LINES = 20
 # A pipe holds no more.
@@ -23,6 +25,12 @@ _REST_BYTES = 1 << 16
 
 # The caller's fds for its workers. A forked worker inherits them, and closes all but its own.
 _own_fds: set[int] = set()
+
+
+def ignore_user_signals() -> None:
+    """Keeps SIGUSR1 and SIGUSR2 from ending this process and those it starts. Only the main thread can do so."""
+    for number in USER_SIGNALS if threading.current_thread() is threading.main_thread() else ():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def own(*fds: int | None) -> None:
@@ -114,6 +122,31 @@ class WorkerProcess:
         kept = os.pread(self._tail_fd, 1 << 14, max(0, size - (1 << 14)))
         return "\n".join(_significant_lines((kept + self._rest).decode(errors="replace").splitlines()))
 
+    def take_tail(self, start: int) -> str:
+        """What stands in the tail from a place on, which is no last word and is removed."""
+        size = self.tail_size()  # below `start` where the worker has begun the file anew
+        taken = os.pread(self._tail_fd, max(0, size - start), start)
+        os.ftruncate(self._tail_fd, min(start, size))
+        return taken.decode(errors="replace")
+
+    def ask_for_stack(self) -> None:
+        """Has faulthandler write the Python stacks of all threads, even while native code holds the GIL.
+
+        Asks the worker's watchdog: in the main thread a system call that waits would end with EINTR. Only where the
+        main thread runs it is asked itself, since its frames must not change meanwhile.
+        """
+        with contextlib.suppress(OSError):
+            process = Path(f"/proc/{self.pid}")
+            caught = re.search(r"^SigCgt:\s*(\w+)", (process / "status").read_text(), re.MULTILINE)
+            if caught is None or not int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1:
+                return  # it starts, or ends: the signal would end it
+            if (process / "stat").read_text().rpartition(")")[2].split()[0] != "R":
+                for thread in (process / "task").iterdir():
+                    if (thread / "comm").read_text().strip() == WATCHDOG_NAME:
+                        signal_thread(self.pid, int(thread.name), STACK_SIGNAL)
+                        return
+        self.send_signal(STACK_SIGNAL)
+
     def tail_size(self) -> int:
         return os.fstat(self._tail_fd).st_size
 
@@ -191,7 +224,9 @@ def kill_group(pid: int) -> None:
 
 def _significant_lines(lines: list[str]) -> list[str]:
     """The last lines; where they are a stack, the first lines of that: they hold the most recent calls."""
-    stacks = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
+    begins = ("Current thread", "Thread 0x")  # of several the main thread's is the last
+    current, others = ([at for at, line in enumerate(lines) if line.startswith(one)] for one in begins)
+    stacks = current or others
     if not stacks:
         return lines[-_TAIL_LINES:]
     first = max(0, stacks[-1] - 5)
@@ -232,6 +267,13 @@ def flush_streams() -> None:
             stream.flush()
 
 
+def print_at_once() -> None:
+    """Has stdout, which may be None or closed, pass on each line that is printed."""
+    flush_streams()
+    with contextlib.suppress(AttributeError, ValueError):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
 def python_stack(process: WorkerProcess) -> str:
     """The Python stack of a worker that hangs, as faulthandler reports it."""
     return python_stacks([process])[0]
@@ -243,13 +285,20 @@ def python_stacks(processes: Sequence[WorkerProcess]) -> list[str]:
         return []
     before = [process.tail_size() for process in processes]
     for process in processes:
-        process.send_signal(STACK_SIGNAL)
+        process.ask_for_stack()
     deadline = time.monotonic() + _STACK_S
     while time.monotonic() < deadline and any(map(_is_owing, processes, before)):
         time.sleep(0.01)
     time.sleep(0.05)  # the report is written line by line
     none = "(none: the process does not react to signals; it may be stopped or in the kernel)"
     return [none if _is_silent(*one) else one[0].tail() or none for one in zip(processes, before, strict=True)]
+
+
+def stack_lines(process: WorkerProcess) -> list[str]:
+    """The stack of a worker's main thread, most recent call first; empty where it does not react to signals."""
+    before = process.tail_size()
+    python_stacks([process])
+    return process.take_tail(before).rpartition("most recent call first):\n")[2].splitlines()
 
 
 def _is_owing(process: WorkerProcess, tail_size: int) -> bool:

@@ -62,7 +62,7 @@ class Collector(BatchSource):
         acts for the only group; or None for random actions. It is neither copied nor pickled. Parameters of a callable
         named ``masks``, ``env_state`` and ``alive`` get what docs/migration/from-parallel-env.md has in a table.
     policy_factory: builds the policy, instead of `policy`.
-    total_frames: where to end, -1 for never.
+    total_frames: where to end; -1, the default, goes on for ever, until the loop is left.
     device: sets policy_device (where the policy computes: it is moved there; None: it stays where it is) and
         storing_device (where the batches lie that are returned; None: in memory).
     seed: for envs, random actions and torch's generators while the policy acts. None leaves all as they are.
@@ -293,7 +293,9 @@ class Collector(BatchSource):
         self._load_counters(state)
         self._rng.bit_generator.state = state["action_rng"]
         if self._torch_state is not None and "torch_rng" in state:
-            self._torch_state = list(state["torch_rng"])
+            # A state of another device has fewer or more of them: those that it lacks stay as seeded.
+            saved = state["torch_rng"]
+            self._torch_state = [*saved, *self._torch_state[len(saved) :]][: len(self._torch_state)]
             torch.Generator().set_state(self._torch_state[0])  # refuses what is none
         with self._updating:
             self._version[0], self._staged = self.policy_version + 1, None

@@ -76,7 +76,7 @@ class MultiCollector(BatchSource):
         RuntimeWarning.
     max_restarts: how often within a minute one collector's envs may raise, or the collector may be replaced, before an
         error is raised after all.
-    collect_timeout: seconds that a collector may take for a batch before it is killed.
+    collect_timeout: seconds that a collector may take for a batch, with the resets in it, before it is killed.
     cluster: None for collectors on this machine; a `muster.RayCluster`, or "ray" for its defaults, for collectors on
         the nodes of a Ray cluster, split between them in the order of their indices. Batches are those of home. A node
         that is lost is not waited for: its rows are masked until another is in its place, see `on_failure`.

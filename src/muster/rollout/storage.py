@@ -221,7 +221,7 @@ class Storage:
         values: dict[Key, Any] = {}
         for i, field in enumerate(self._observation_fields):
             leaves = [one.leaves[i] for one in self.finals]
-            rows = np.array(leaves, field.dtype).reshape(-1, *field.shape)
+            rows = np.array(leaves, field.dtype).reshape(len(leaves), *field.shape)
             values["collector", "final", *field.key] = UnbatchedTensor(torch.from_numpy(rows))
             values["collector", "last", *field.key] = UnbatchedTensor(torch.from_numpy(self.last[i]))
         where = np.array([(one.env, one.time) for one in self.finals], np.int64).reshape(-1, 2)

@@ -88,6 +88,7 @@ class SlabPlan:
 class Slab:
     """The shared block, and NumPy views of its parts.
 
+    host: the memory of the record of the one host, where that is not in the block.
     memory: uint8, the block itself.
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, InfoRow, ...]``, the step's info and the final one.
@@ -95,7 +96,7 @@ class Slab:
     layout: the places of all these parts, for the core.
     """
 
-    def __init__(self, plan: SlabPlan, fd: int | None = None) -> None:
+    def __init__(self, plan: SlabPlan, fd: int | None = None, host: Array | None = None) -> None:
         self.plan = plan
         n = plan.num_envs
         self._end = 0
@@ -129,7 +130,7 @@ class Slab:
             num_envs=n,
             num_hosts=plan.num_hosts,
             caller_offset=caller,
-            hosts_offset=hosts,
+            hosts_offset=hosts if host is None else (host.ctypes.data - self.memory.ctypes.data) % 2**64,
             records_offset=records,
             info_offset=infos,
             info_bytes=_INFO_BYTES,

@@ -172,7 +172,9 @@ class Replica(RecipeResident):
         before_bytes = own_memory_bytes() if here.is_judged else 0
         envs = range(plan.first_env, plan.first_env + len(plan.recipes))
         nouns = collector_nouns([envs], first_worker=here.info.worker_index)
-        self._envs = serial_vec(plan.recipes, here.info, max_restarts=plan.max_restarts, nouns=nouns)
+        self._envs = serial_vec(
+            *(plan.recipes, here.info), max_restarts=plan.max_restarts, nouns=nouns, activity=here.activity
+        )
         try:
             policy: Any = pickle.loads(plan.policy[0], buffers=plan.policy[1:]) if plan.policy else None
             self._policy = policy() if plan.policy_is_factory else policy
