@@ -68,8 +68,8 @@ lint: $(VENV)/.core ## Check style and types
 bench: $(VENV)/.bench $(VENV)/.core ## Measure env steps per second, and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/bench_stepping.py --write $(ARGS)
 
-wheels: ## Build the wheels and the source distribution into dist/, without a compiler
-	$(PYTHON) packaging/build_wheels.py
+wheels: ## Build the four wheels and the source distribution into dist/, without a compiler; WHEEL=3.12-x86_64: one
+	$(PYTHON) packaging/build_wheels.py $(WHEEL)
 
 test-lowest: build/lowest/.core ## Test with the oldest release of every package, without PyTorch
 	build/lowest/bin/python -m pytest -m "not slow" -o filterwarnings=default $(IN_PARALLEL) $(WITHOUT_TORCH) $(ARGS)

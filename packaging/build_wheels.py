@@ -1,5 +1,7 @@
 """Builds the source distribution and the wheels into dist/, and checks them: ``python packaging/build_wheels.py``.
 
+One wheel alone: ``python packaging/build_wheels.py 3.12-x86_64``, or with make ``make wheels WHEEL=3.12-x86_64``.
+
 It needs Linux, Python 3.11 and 3.12 with their headers, and PyPI, but no compiler: ziglang from PyPI compiles for both
 processors. The same commit gives the same files, byte for byte, wherever it is built.
 """
@@ -25,6 +27,11 @@ TIME_OF_FILES = "315532800"  # 1980, the first year of zip archives
 
 
 def main() -> None:
+    known = [f"{name}-{machine}" for name in BUILT_BY for machine in MACHINES]
+    wanted = sys.argv[1:] or known
+    if unknown := set(wanted) - set(known):
+        sys.exit(f"there is no wheel {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    print(f"builds into {DIST}: the source distribution, and the wheels {', '.join(wanted)}", flush=True)
     by_name = pythons.demanded(pythons.found(), BUILT_BY)
     tools = tools_of(by_name["3.11"].path)
     zig = zig_of(tools)
@@ -36,13 +43,12 @@ def main() -> None:
         shutil.rmtree(DIST, ignore_errors=True)
         DIST.mkdir()
         shutil.copy(sdist, DIST)
-        for name in BUILT_BY:
-            for machine in MACHINES:
-                print(f"building the wheel of Python {name} for {machine}", flush=True)
-                build_wheel(builds[name], source, name, machine, zig)
-                (built,) = DIST.glob(f"*-linux_{machine}.whl")
-                tag = ["--remove", "--platform-tag", f"{PLATFORM}_{machine}"]
-                run([*tools, "wheel", "tags", *tag, str(built)], SOURCE_DATE_EPOCH=TIME_OF_FILES)
+        for name, machine in (one.split("-") for one in wanted):
+            print(f"building the wheel of Python {name} for {machine}", flush=True)
+            build_wheel(builds[name], source, name, machine, zig)
+            (built,) = DIST.glob(f"*-linux_{machine}.whl")
+            tag = ["--remove", "--platform-tag", f"{PLATFORM}_{machine}"]
+            run([*tools, "wheel", "tags", *tag, str(built)], SOURCE_DATE_EPOCH=TIME_OF_FILES)
     print("checking tags, symbols and texts", flush=True)
     check(tools)
     for path in sorted(DIST.iterdir()):

@@ -438,3 +438,14 @@ def test_make_vec_of_gymnasium_finds_the_classes_once_they_are_bound_there(monke
         assert isinstance(envs, AsyncVectorEnv)
         assert envs.spec.id == "CartPole-v1"
         assert envs.reset(seed=1)[0].shape == (2, 4)
+
+
+def test_envs_that_fail_or_hang_are_replaced_on_request():
+    with AsyncVectorEnv([Counter, Raising, Slow], on_failure="restart", step_timeout=1.0) as envs:
+        envs.reset()
+        *_, truncated, infos = envs.step([2, 2, 1000])
+        assert truncated.tolist() == [False, True, True]
+        assert "no action 2" in infos["restarted"][1]
+        assert "step_timeout" in infos["restarted"][2]
+    with pytest.raises(TypeError, match="has no max_restarts"):
+        AsyncVectorEnv([Counter], worker=_async_worker, max_restarts=3)

@@ -273,3 +273,13 @@ def test_make_vec_env_says_what_to_pass_for_an_env_that_exists():
         match="takes an env id, .*Every env is built where it runs",
     ):
         make_vec_env(Alone(), n_envs=2)
+
+
+def test_envs_that_fail_are_replaced_on_request(make):
+    envs = make(SubprocVecEnv([Counter, Raising], on_failure="restart", **FORK))
+    envs.reset()
+    _, _, dones, infos = envs.step(np.array([2, 2]))
+    assert dones.tolist() == [False, True]
+    assert infos[1]["TimeLimit.truncated"]
+    assert "no action 2" in infos[1]["restarted"]
+    assert envs.step(np.zeros(2, int))[0].tolist() == [[2.0], [1.0]]

@@ -235,3 +235,10 @@ def test_an_observation_of_a_wrong_shape_names_the_agent() -> None:
         envs.reset(seed=0)
         with pytest.raises(SpecMismatch, match=r"observation\['b_0'\] has shape \(3,\)"):
             envs.step(ones(1))
+
+
+def test_repr_says_what_it_is_and_whether_it_is_closed():
+    envs = muster.make_vec("pettingzoo/mpe/simple_spread_v3", 2, backend="serial")
+    assert repr(envs) == "MultiAgentVectorEnv(num_envs=2, agents=3)"
+    envs.close()
+    assert repr(envs) == "MultiAgentVectorEnv(num_envs=2, agents=3, closed)"

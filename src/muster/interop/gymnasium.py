@@ -41,7 +41,7 @@ from muster.interop.agreed_spaces import (
     agreed_spaces,
     shareable_spaces,
 )
-from muster.interop.starting import in_this_process, processes, recipes_of, with_lazies
+from muster.interop.starting import Restarts, in_this_process, processes, recipes_of, with_lazies
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
 from muster.pool.closing import AT_ONCE, FOR_EVER, in_all
@@ -106,12 +106,21 @@ class _DropIn(VectorEnv):
         self.observation_mode = observation_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)
 
-    def _start(self, backend: Backend, copy: bool, agree: Agree, raiser: Raiser, reward_key: str | None = None) -> None:
+    def _start(
+        self,
+        backend: Backend,
+        copy: bool,
+        agree: Agree,
+        raiser: Raiser,
+        reward_key: str | None = None,
+        max_restarts: int | None = None,
+    ) -> None:
         closed = partial(_raise_closed, type(self).__name__)
         parts = replace(
             LENIENT, spaces=agree, writer=_Writer, raiser=raiser, raise_closed=closed, reward_key=reward_key
         )
-        super().__init__(assemble(backend, parts, SteppingOptions(self.autoreset_mode, copy=copy)))
+        options = SteppingOptions(self.autoreset_mode, copy=copy, max_restarts=max_restarts)
+        super().__init__(assemble(backend, parts, options))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
 
     @verb
@@ -196,6 +205,8 @@ class AsyncVectorEnv(_DropIn):
         "script" where the script has a main guard and its top level assigns into modules that it imports, since
         Gymnasium's workers, forks of the caller, have that. With another `context` Gymnasium's run the script, and
         calls there count, too.
+    on_failure, max_restarts, step_timeout: as for `muster.make_vec`: what raised, died or hung is an error, or with
+        "restart" is replaced, and its episode ends truncated.
 
     No env is built in the calling process. `shared_memory` and `daemon` make no difference: observations are always
     shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
@@ -207,7 +218,7 @@ class AsyncVectorEnv(_DropIn):
         """A new instance of this class; of Gymnasium's own class where `worker` is set."""
         if kwargs.get("worker", args[_WORKER] if len(args) > _WORKER else None) is None:
             return super().__new__(cls)
-        for name in ("num_workers", "worker_env", "worker_init"):
+        for name in ("num_workers", "worker_env", "worker_init", *Restarts._fields):
             if kwargs.pop(name, None) is not None:
                 raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
         env_fns = with_lazies(recipes_of(env_fns, ASYNC_VECTOR_ENV, may_reuse=True))
@@ -228,6 +239,9 @@ class AsyncVectorEnv(_DropIn):
         num_workers: Asked = None,
         worker_env: WorkerEnv | None = None,
         worker_init: WorkerInit = None,
+        on_failure: str = "raise",
+        max_restarts: int = 10,
+        step_timeout: float | None = None,
     ) -> None:
         self.env_fns = tuple(env_fns)
         self.shared_memory, self.copy, self.context, self.daemon, self.worker = (
@@ -241,6 +255,7 @@ class AsyncVectorEnv(_DropIn):
         self.max_concurrency = max_concurrency
         self._doing = "step"  # what envs that owe an answer were asked for last
         agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, ASYNC_COMPLAINTS)
+        restarts = Restarts(on_failure, max_restarts, step_timeout)
         with originals_raised():
             backend = processes(
                 [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)],
@@ -250,8 +265,9 @@ class AsyncVectorEnv(_DropIn):
                 worker_init=worker_init,
                 close_limits=FOR_EVER,
                 original_forks=context is None,
+                restarts=restarts,
             )
-            self._start(backend, copy, agree, _raise_last, _REWARD)
+            self._start(backend, copy, agree, _raise_last, _REWARD, restarts.most)
 
     # ---- the calls, each refused while another is pending
 

@@ -29,7 +29,7 @@ from muster.interop.env_calls import (
     SetAttribute,
     of_gymnasium,
 )
-from muster.interop.starting import FromArguments, in_this_process, processes, recipes_of, require_copies
+from muster.interop.starting import FromArguments, Restarts, in_this_process, processes, recipes_of, require_copies
 from muster.introspection import callable_name
 from muster.pickling import UserCall
 from muster.pool.closing import FOR_EVER
@@ -203,10 +203,11 @@ def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[s
 class _Envs(VectorEnv):
     """A vector env that takes envs whose ``reset`` has no `options`, as SB3's own do and Muster's do not."""
 
-    def __init__(self, backend: Backend, *, ignores_surplus: bool = False) -> None:
+    def __init__(self, backend: Backend, max_restarts: int | None = None, *, ignores_surplus: bool = False) -> None:
         writer = partial(OneByOneWriter, ignores_surplus=ignores_surplus)
         parts = replace(LENIENT, spaces=first_envs_spaces, writer=writer)
-        super().__init__(assemble(backend, parts, SteppingOptions(AutoresetMode.SAME_STEP)))
+        options = SteppingOptions(AutoresetMode.SAME_STEP, max_restarts=max_restarts)
+        super().__init__(assemble(backend, parts, options))
 
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -255,6 +256,8 @@ class SubprocVecEnv(MusterVecEnv):
     worker_init: a function that each worker calls before its first env, or "script", as for `muster.make_vec`. None is
         "script" where the script has a main guard and its top level calls something, or assigns into an attribute or an
         item: workers of SB3's class run it, too.
+    on_failure, max_restarts, step_timeout: as for `muster.make_vec`: what raised, died or hung is an error, or with
+        "restart" is replaced, and its episode ends truncated.
 
     `close` waits for a pending step, and for the envs to close, as long as these take, as SB3's does. After 5 s a line
     says which envs are still closing; Ctrl-C ends the wait.
@@ -268,8 +271,12 @@ class SubprocVecEnv(MusterVecEnv):
         num_workers: Asked = None,
         worker_env: WorkerEnv | None = None,
         worker_init: WorkerInit = None,
+        on_failure: str = "raise",
+        max_restarts: int = 10,
+        step_timeout: float | None = None,
     ) -> None:
         recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
+        restarts = Restarts(on_failure, max_restarts, step_timeout)
         with originals_raised():
             backend = processes(
                 recipes,
@@ -278,8 +285,9 @@ class SubprocVecEnv(MusterVecEnv):
                 worker_env=worker_env,
                 worker_init=worker_init,
                 close_limits=FOR_EVER,
+                restarts=restarts,
             )
-            super().__init__(_Envs(backend))
+            super().__init__(_Envs(backend, restarts.most))
 
 
 def as_sb3(envs: VectorEnv) -> MusterVecEnv:

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 
-from muster.backends.process import ProcessBackend, ProcessOptions
+from muster.backends.process import ProcessBackend, ProcessOptions, check_pool
 from muster.backends.serial import SerialBackend
 from muster.errors import ConfigError, WrongType
 from muster.introspection import callable_name
@@ -64,6 +64,19 @@ def recipes_of(
     return recipes
 
 
+class Restarts(NamedTuple):
+    """What a drop-in does about envs that fail or hang, by keywords beyond the original's, as for `muster.make_vec`."""
+
+    on_failure: str
+    max_restarts: int
+    step_timeout: float | None
+
+    @property
+    def most(self) -> int | None:
+        """How often one worker may fail within a minute; None where a failure is an error at once."""
+        return self.max_restarts if self.on_failure == "restart" else None
+
+
 def processes(
     recipes: Sequence[Recipe],
     *,
@@ -77,6 +90,7 @@ def processes(
     memory_check: str = "warn",
     original_forks: bool = False,
     preloads: tuple[str, ...] = (),
+    restarts: Restarts | None = None,
 ) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
@@ -89,6 +103,7 @@ def processes(
     num_threads: threads of each process's numeric libraries.
     memory_check: as for `muster.make_vec`; the originals start whatever is asked for.
     preloads: modules that all workers need, imported once where `worker_env` changes nothing for them.
+    restarts: None where the drop-in has no such keywords.
     Raises ValueError for an unknown context, ConfigError.
     """
     if context is not None:
@@ -108,7 +123,18 @@ def processes(
             worker_env=worker_env,
             init=how.init,
         )
-    options = ProcessOptions(how, workers, close_limits=close_limits, memory_check=memory_check, nouns=NOUNS)
+    nouns, step_timeout_s = NOUNS, None
+    if restarts is not None:
+        nouns, step_timeout_s = Nouns(), restarts.step_timeout
+        check_pool(nouns, "auto", _START_TIMEOUT_S, step_timeout_s, restarts.on_failure, restarts.max_restarts, 1)
+    options = ProcessOptions(
+        how,
+        workers,
+        step_timeout_s=step_timeout_s,
+        close_limits=close_limits,
+        memory_check=memory_check,
+        nouns=nouns,
+    )
     return ProcessBackend(recipes, options)
 
 

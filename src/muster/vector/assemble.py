@@ -18,6 +18,7 @@ from muster.hosts.requests import HostOptions, WaitBudget
 from muster.pool.closing import AT_ONCE
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.resources import usable_cores
+from muster.pool.watch import Activity
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Node, tree
 from muster.transport.infos import InfoColumns, InfoReader
@@ -101,7 +102,12 @@ def vector_env_of(
 
 
 def serial_vec(
-    recipes: Sequence[Recipe], info: WorkerInfo, *, max_restarts: int | None = None, nouns: Nouns = NOUNS
+    recipes: Sequence[Recipe],
+    info: WorkerInfo,
+    *,
+    max_restarts: int | None = None,
+    nouns: Nouns = NOUNS,
+    activity: Activity | None = None,
 ) -> VectorEnv | MultiAgentVectorEnv:
     """A vector env that steps the envs of `recipes` in this thread and returns views.
 
@@ -109,8 +115,9 @@ def serial_vec(
     max_restarts: with a number, envs that raise are replaced, as with ``on_failure="restart"``. An env that must be
         alone in its process is not replaced: only another process can do that.
     nouns: the names that errors use for its parts.
+    activity: where this worker says what it is in.
     """
-    backend = SerialBackend(recipes, info, nouns)
+    backend = SerialBackend(recipes, info, nouns, activity=activity)
     facts = backend.start()
     max_restarts = None if facts[0].metadata.get("one_per_process") else max_restarts
     options = SteppingOptions(AutoresetMode.SAME_STEP, copy=False, max_restarts=max_restarts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from muster.vector.packing import AUTO, Asked, at_most, check_workers, count_pro
 from muster.vector.parts import SteppingOptions
 from muster.vector.vector_env import VectorEnv
 
+_logger = logging.getLogger("muster")
 BACKENDS = ("serial", "thread", "process")
 
 
@@ -88,8 +90,10 @@ def make_vec(
         ``metadata["one_per_process"] = True``.
     caller_steps: the calling process steps some of the envs instead of sleeping, one where each env has a process of
         its own; if one of these crashes, so does it.
-    start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step``. What counts is the
-        time for which the caller waits: a step that hangs while nobody waits is ended one limit after a wait begins.
+    start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step`` or ``env.reset``.
+        A call has the second one, too. What counts is the time for which the caller waits: a step that hangs while
+        nobody waits is ended one limit after a wait begins. Limits apart, lines of the logger "muster" say after 10 s,
+        1, 10 and 60 minutes which env is waited for, and where it hangs.
     close_timeout: seconds that ``close()`` waits for each env's own ``close()``, which may have a video to finish; None
         waits as long as that takes. After 5 s a line says which envs are still closing; Ctrl-C ends the wait. Workers
         that are too slow are killed, with a RuntimeWarning. Envs that the caller steps itself cannot be cut off.
@@ -168,6 +172,14 @@ def make_vec(
                 recipes, num_workers, cores, context, start_timeout, packs=packs, worker_env=worker_env, init=init
             )
             workers = processes - caller_steps
+            if caller_steps and not packs and num_workers is None and processes > cores:
+                _logger.warning(
+                    "caller_steps=True: each env but one has a process of its own, and a step waits for %d processes "
+                    "on %d cores. Envs that share nothing step several times as fast with num_workers=%d.",
+                    workers,
+                    cores,
+                    max(cores - 1, 1),
+                )
         options = ProcessOptions(
             Processes(context, start_timeout, threads_per_worker, worker_env, init),
             workers,

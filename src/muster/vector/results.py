@@ -77,3 +77,10 @@ def _host_stats(backend: Backend, host: int, pid: int | None, start: Usage) -> d
         "resets": state["resets"],
         **figures(pid, start),
     }
+
+
+def described(envs: Any) -> str:
+    """What `repr` shows of a vector env: its class, its envs' id where they have one, how many they are, and agents."""
+    spec, agents = getattr(envs, "spec", None), sum(map(len, getattr(envs, "groups", {}).values()))
+    parts = [*([spec.id] if spec else []), f"num_envs={envs.num_envs}", *[f"agents={agents}"] * bool(agents)]
+    return f"{type(envs).__name__}({', '.join([*parts, *['closed'] * envs.closed])})"

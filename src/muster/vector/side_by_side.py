@@ -23,7 +23,7 @@ BUILDING_SECOND, STEPPING_BOTH = "building a second one in the same process", "s
 # Of an env alone, before it or an info counts as one that repeats: two short times may be equal by chance.
 _RUNS_ALONE = 3
 # Two in turns may take so many times as long as one alone, and so many seconds.
-_TIMES_ALONE, LEAST_S = 3, 10.0
+TIMES_ALONE, LEAST_S = 3, 10.0
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def try_side_by_side(pair: Trials, rows: int = ROWS, *, gives_up: bool = False) 
         # One after the other: what two processes cannot have at once, such as a port or the only licence, may still be
         # had by one, and by the same env in all of its trials.
         alone = [play_one(0), play_one(1)]
-        most_s = max(LEAST_S, _TIMES_ALONE * one_s) if gives_up else math.inf
+        most_s = max(LEAST_S, TIMES_ALONE * one_s) if gives_up else math.inf
         together = pair.run(play_together, rows=rows, most_s=most_s)
         if "digests" in together.results:
             changed = _changed(alone, together.results, play_one)
         elif together.late:
-            raise _NotKnown(f"{together.problem}, {_TIMES_ALONE} times what one alone took, and at least {LEAST_S:g} s")
+            raise _NotKnown(f"{together.problem}, {TIMES_ALONE} times what one alone took, and at least {LEAST_S:g} s")
         elif together.stage in (BUILDING_SECOND, STEPPING_BOTH):
             return SideBySide(together, f"only one may live in a process: {together.problem}")
         else:

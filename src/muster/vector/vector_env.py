@@ -24,10 +24,10 @@ from muster.pool.closing import CloseLimits, close_abandoned
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread
-from muster.vector import checks
+from muster.vector import checks, results
 from muster.vector.parts import Assembled
 from muster.vector.raisers import raise_env_error
-from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Floats, Rows, StepResult, counts_of, stats_of
+from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Floats, Rows, StepResult
 from muster.vector.sampling import sample_actions
 
 _WATCH_S = 0.05
@@ -44,6 +44,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     """
 
     _batch: type[BatchT]
+    __repr__ = results.described
 
     def __init__(self, assembled: Assembled) -> None:
         self._backend = backend = assembled.backend
@@ -55,8 +56,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.copy, self.info_reader = assembled.options.copy, assembled.info_reader
         self._writer, self._recovery = assembled.writer, assembled.recovery
         self._raise, self._raise_closed = assembled.parts.raiser, assembled.parts.raise_closed
-        self._drops_pending = False
-        self._all = np.arange(self.num_envs)
+        self._all, self._drops_pending = np.arange(self.num_envs), False
         self._watch_at = 0.0
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, close_abandoned, backend.close)
 
@@ -238,17 +238,17 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
         A worker's dict holds the shares of its time that it was ``stepping`` envs, ``waiting`` and ``copying`` (they
         add up to 1), its ``env_steps`` and ``resets``, and of its process the ``pid``, ``memory_bytes`` (private
-        memory), ``handles`` (open file descriptors, also called ``fds``) and ``children`` (processes that it has
-        started, theirs included). ``memory_growth_bytes`` (of memory that belongs to no file), ``handles_growth`` and
-        ``children_growth`` count what was added since its envs were built; None where its process has ended. Where the
-        caller steps envs, these are the figures of the caller's whole process.
+        memory, its children's included), ``handles`` (open file descriptors, also called ``fds``) and ``children``
+        (processes that it has started, theirs included). ``memory_growth_bytes`` (of memory that belongs to no file),
+        ``handles_growth`` and ``children_growth`` count what was added since its envs were built; None where its
+        process has ended. Where the caller steps envs, these are the figures of its process, without children's memory.
         """
         self.require_open()
-        return stats_of(self._backend)
+        return results.stats_of(self._backend)
 
     def counts(self) -> tuple[int, int, int]:
         """Env steps, resets and restarts so far, of all envs."""
-        return counts_of(self._backend)
+        return results.counts_of(self._backend)
 
     @property
     def episode_returns(self) -> Floats:

@@ -27,7 +27,7 @@ from torchrl.collectors.utils import (
     _maybe_normalize_replay_buffer_tensordict_device,
 )
 
-from muster._core import map_fd
+from muster._core import Doing, map_fd
 from muster.arguments import with_ints
 from muster.errors import UnknownMessage
 from muster.hosts.failures import Failure, not_sent_there
@@ -186,6 +186,7 @@ class CollectorResident(RecipeResident):
         assert not isinstance(plan.recipes, bytes)
         assert here.dumps is not None
         [recipe] = plan.recipes
+        self._activity = here.activity
         self._dumps, self._index, self._call = here.dumps, here.info.worker_index, recipe.call
         before_bytes = own_memory_bytes() if here.is_judged else 0
         self._built = recipe.build()
@@ -214,7 +215,8 @@ class CollectorResident(RecipeResident):
             case Collect(way):
                 return self._outcome(self._collected, way)
             case Ask(name, data):
-                return self._outcome(self._told, name, data)
+                with self._activity.of(Doing.TALKING, self._index):
+                    return self._outcome(self._told, name, data)
         return super().answer(question)
 
     def close(self, closes: Callable[[int], None]) -> Failure | None:
