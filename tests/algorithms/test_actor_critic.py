@@ -242,7 +242,8 @@ def test_the_last_layers_start_as_the_references_have_them():
 
 def test_values_are_in_the_units_of_returns_however_large():
     policy = ActorCritic(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), generator())
-    assert not [name for name, _ in policy.named_buffers()]  # nothing but weights stands between critic and value
+    # Nothing but weights stands between critic and value: the buffer is the first of the actions' numbers.
+    assert [name for name, _ in policy.named_buffers()] == ["head.choices.starts"]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,24 @@ class TestRowsByHand:
         assert always == [21, 20, 18, 15, 11, 6]
         assert returns == [3, 2, 11, 6]
 
+    def test_the_row_of_an_end_does_not_count_after_a_rollout_that_was_cut_short(self, monkeypatch: pytest.MonkeyPatch):
+        """As by preemptive_threshold: after two steps, in the second of which w_1 has ended."""
+        stop = np.zeros(1)
+
+        class Cut(Comings):
+            def step(self, actions: dict[str, Any]) -> Any:
+                result = super().step(actions)
+                stop[:] = self.t == 2
+                return result
+
+        with mappo_on(lambda: Cut("terminated"), gamma=0.5, gae_lambda=0.0) as mappo:
+            values_of_observations(mappo)
+            fill = mappo.collector.fill
+            monkeypatch.setattr(mappo.collector, "fill", lambda storage: fill(storage, stop))
+            for expected in ([1 + 5.5, 2], [5 + 7.5, 6 + 8, 1 + 5.5, 2]):
+                rollout = mappo.collect_rollouts()["w"]
+                assert rollout.targets[:, 1][rollout.counts[:, 1]].tolist() == expected
+
     def test_who_waits_is_learnt_from_by_value_alone(self):
         with mappo_on(CONNECT_FOUR, num_steps=16, num_envs=2, gamma=0.5, gae_lambda=0.0) as mappo:
             rollout = mappo.collect_rollouts()["player"]

@@ -35,6 +35,7 @@ SPACES = {
     "Dict": spaces.Dict({**PARTS, **MASK}),
     "Tuple": spaces.Tuple(list(PARTS.values())),
     "nested": spaces.Dict({"deep": spaces.Dict(PARTS), "memory": PARTS["numbers"], "chosen": PARTS["numbers"]}),
+    "of no numbers": spaces.Dict({**PARTS, "nothing": spaces.Box(0, 1, (0,), np.float32)}),
 }
 
 

@@ -219,6 +219,13 @@ class TestProgress:
         assert math.isnan(first.mean_return)
         assert second == (4, 5.0, 5.0, 5.0, 5.0)
 
+    def test_metrics_print_in_three_lines(self):
+        with ppo_on(Clock, total_steps=128) as ppo:
+            first, second, third = repr(next(ppo.train())).splitlines()
+        assert first.startswith("steps 128, episodes ")
+        assert second.startswith("policy_loss ")
+        assert third.startswith("explained_variance ")
+
     def test_returns_are_of_the_last_100_episodes(self):
         with ppo_on(Clock, num_steps=5 * 30, total_steps=600) as ppo:
             (metrics,) = ppo.train()

@@ -3,10 +3,14 @@
 from muster.extras import imports_for
 
 with imports_for("muster.algorithms needs", "muster-rl[torch]", "torch", "tensordict"):
-    from muster.algorithms.actor_critic import ActorCritic
+    from muster.algorithms.actor_critic import ActorCritic, head_of, masked
     from muster.algorithms.mappo import MAPPO
+    from muster.algorithms.own_network import Head, PolicyNetwork
     from muster.algorithms.ppo import PPO
     from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
     from muster.algorithms.ppo_parts import MAPPOMetrics, PPOMetrics
 
-__all__ = ["MAPPO", "PPO", "ActorCritic", "MAPPOConfig", "MAPPOMetrics", "PPOConfig", "PPOMetrics"]
+__all__ = [
+    "MAPPO", "PPO", "ActorCritic", "Head", "MAPPOConfig", "MAPPOMetrics", "PPOConfig", "PPOMetrics", "PolicyNetwork",
+    "head_of", "masked",
+]  # fmt: skip

@@ -19,10 +19,7 @@ from torch import Tensor, nn
 
 from muster.algorithms.encoder import Choices, Encoder, as_observation, gru_cell, mlp
 from muster.algorithms.normalization import ObservationNormalizer
-from muster.algorithms.ppo_config import POLICIES, PPOConfig
 from muster.errors import TrainingDiverged, UsageError
-from muster.introspection import class_name
-from muster.recipes.named import callable_named
 
 # The keys in collectors, and in batches, of a policy's memory and of what it drew; no observation has such a key.
 MEMORY, CHOSEN = ("collector", "memory"), ("collector", "chosen")
@@ -70,9 +67,7 @@ class ActorCritic(nn.Module):
         seen = memory_size or self.encoder.num_features
         if memory_size:
             self.cell = gru_cell(self.encoder.num_features, memory_size, rng)
-        self.head = (
-            Gaussian(action_space, log_std_init) if isinstance(action_space, spaces.Box) else Categoricals(action_space)
-        )
+        self.head = head_of(action_space, log_std_init)
         hidden = hidden_sizes if self.encoder.needs_hidden else ()
         self.actor = mlp([seen, *hidden, self.head.num_params], activation=activation, gain=0.01, rng=rng)
         if judges:
@@ -117,29 +112,12 @@ class ActorCritic(nn.Module):
         return torch.stack(steps, 1).flatten(0, 1), before
 
 
-def policy_of(
-    config: PPOConfig, observation_space: Any, action_space: Any, rng: torch.Generator, *, judges: bool = True
-) -> Any:
-    """The policy that the config names: an `ActorCritic`, or what a function of the user's makes of the two spaces.
+def head_of(action_space: gym.Space[Any], log_std_init: float = 0.0) -> Categoricals | Gaussian:
+    """The action distribution of a space, whose parameters are ``num_params`` numbers for each action.
 
-    judges: as for `ActorCritic`. Raises UsageError for what lacks the attributes of one, and what the function raises.
+    log_std_init: as `Gaussian` has it. Raises as `ActorCritic`.
     """
-    if config.policy in POLICIES:
-        with torch_threads(config.torch_threads):  # orthogonal weights differ with the number of threads
-            return ActorCritic(observation_space, action_space, rng, judges=judges, **config.network)
-    with (
-        torch.random.fork_rng([]),
-        torch_threads(config.torch_threads),
-    ):  # it draws its weights from torch's global generator
-        torch.manual_seed(rng.initial_seed())
-        policy = callable_named(config.policy)(observation_space, action_space)
-    missing = [name for name in ("parameters", "head", "decide") if not hasattr(policy, name)]
-    if missing:
-        raise UsageError(
-            f"{config.policy} made a {class_name(type(policy))} without {', '.join(missing)}. A policy is a module "
-            "that acts as muster.algorithms.ActorCritic does: derive it from that class"
-        )
-    return policy
+    return Gaussian(action_space, log_std_init) if isinstance(action_space, spaces.Box) else Categoricals(action_space)
 
 
 def masked(logits: Tensor, masks: Tensor | None) -> Tensor:
@@ -167,7 +145,7 @@ class Categoricals(nn.Module):
 
     def log_prob_and_entropy(self, params: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, [...] each, of actions [..., K]."""
-        log_prob, entropy = torch.zeros(2, *params.shape[:-1]).unbind()
+        log_prob, entropy = params.new_zeros(2, *params.shape[:-1]).unbind()
         for logits, chosen in zip(torch.split(params, self.choices.nvec, -1), actions.unbind(-1), strict=True):
             log_probs = logits.log_softmax(-1)
             log_prob = log_prob + log_probs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
@@ -208,7 +186,7 @@ class Gaussian(nn.Module):
 
     def sample(self, params: Tensor, rng: torch.Generator | None = None) -> Tensor:
         """Actions [..., K] float32."""
-        return params + self.log_std.exp() * torch.randn(params.shape, generator=rng)
+        return params + self.log_std.exp() * torch.randn(params.shape, generator=rng, device=params.device)
 
     def mode(self, params: Tensor) -> Tensor:
         """The likeliest actions [..., K] float32."""
@@ -224,7 +202,7 @@ class Gaussian(nn.Module):
     def to_env(self, actions: Tensor) -> np.ndarray[Any, Any]:
         """Actions [..., K] as the env wants them, [..., *shape], within its bounds."""
         with np.errstate(over="ignore"):
-            scaled = self.center + self.scale * actions.numpy().astype(self.dtype)
+            scaled = self.center + self.scale * actions.cpu().numpy().astype(self.dtype)
         clipped: np.ndarray[Any, Any] = np.clip(scaled, self.low, self.high)
         return clipped.reshape(*actions.shape[:-1], *self.shape)
 
@@ -298,8 +276,10 @@ class Network(NamedTuple):
         """
         obs = as_observation(obs)
         memory = begun(self.initial_state, state, len(obs)).get(MEMORY)
+        device = next((one.device for one in self.policy.parameters()), None)
+        masks, memory = (one if one is None else one.to(device) for one in (masks, memory))
         with torch_threads(threads):
-            chosen, after = self.choose(obs, masks, memory, sample=sample)
+            chosen, after = self.choose(obs.to(device), masks, memory, sample=sample)
             actions = torch.from_numpy(self.policy.head.to_env(chosen))
         return actions, None if after is None else {MEMORY: after}
 

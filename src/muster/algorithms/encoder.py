@@ -152,6 +152,8 @@ class Encoder(nn.Module):
     do.
     """
 
+    first_rows: Tensor
+
     def __init__(self, space: gym.Space[Any], rng: torch.Generator | None, sprite: int | None = None) -> None:
         super().__init__()
         shape = space.shape or ()
@@ -193,7 +195,8 @@ class Encoder(nn.Module):
             tables = torch.empty(channels * 256, EMBEDDING).normal_(generator=rng)
             self.embeddings = nn.Parameter(tables)
             firsts = 256 * torch.arange(channels)
-            self.first_rows = firsts if self.channels_last or channels == 1 else firsts.view(-1, 1, 1)
+            rows = firsts if self.channels_last or channels == 1 else firsts.view(-1, 1, 1)
+            self.register_buffer("first_rows", rows, persistent=False)
             self.num_features *= EMBEDDING
 
     def forward(self, obs: Tensor | TensorDictBase) -> Tensor:
@@ -223,10 +226,13 @@ class Encoder(nn.Module):
         return features
 
 
-class Choices:
+class Choices(nn.Module):
     """A Discrete, MultiDiscrete or MultiBinary space as K choices, the k-th among ``nvec[k]``, counted from 0."""
 
+    starts: Tensor
+
     def __init__(self, space: gym.Space[Any], what: str) -> None:
+        super().__init__()
         if isinstance(space, spaces.Discrete):
             nvec, starts = np.array([space.n]), np.array([space.start])
         elif isinstance(space, spaces.MultiDiscrete):
@@ -241,7 +247,7 @@ class Choices:
                 f"into one of these with a wrapper, {such_as}."
             )
         self.nvec = [int(n) for n in nvec.flat]
-        self.starts = torch.from_numpy(starts.reshape(-1).astype(np.int64))
+        self.register_buffer("starts", torch.from_numpy(starts.reshape(-1).astype(np.int64)), persistent=False)
         self.shape = space.shape or ()
         self.dtype = space.dtype
 
@@ -251,7 +257,7 @@ class Choices:
 
     def to_elements(self, columns: Tensor) -> np.ndarray[Any, Any]:
         """Choices [..., K] as the space's elements [..., *shape]."""
-        return (columns + self.starts).numpy().astype(self.dtype).reshape(*columns.shape[:-1], *self.shape)
+        return (columns + self.starts).cpu().numpy().astype(self.dtype).reshape(*columns.shape[:-1], *self.shape)
 
 
 def _cnn(channels: int, height: int, width: int, rng: torch.Generator | None, sprite: int | None) -> nn.Sequential:

@@ -75,7 +75,7 @@ class Rollout(NamedTuple):
         rows, memory = chosen, None
         if self.memory is not None:
             length = self.memory.keeps.shape[1]
-            rows = (chosen.unsqueeze(1) * length + torch.arange(length)).flatten()
+            rows = (chosen.unsqueeze(1) * length + torch.arange(length, device=chosen.device)).flatten()
             memory = Sequences(self.memory.start[chosen], self.memory.keeps[chosen])
         parts: Any = (None if part is None else part[rows] for part in self[:-1])
         return Rollout(*parts)._replace(memory=memory)
@@ -92,13 +92,15 @@ class Rollout(NamedTuple):
 class Learner:
     """A policy, and all that training changes besides its weights.
 
-    policy: as for `PPO`.  shape: of one step's rewards, (N,), or (N, A) for A agents.  seed: of the minibatches.
+    policy: as for `PPO`, where it computes.  shape: of one step's rewards, (N,), or (N, A) for A agents.  device: of
+    rollouts.  seed: of the minibatches.
     """
 
-    def __init__(self, policy: Any, config: PPOConfig, shape: tuple[int, ...], seed: int) -> None:
+    def __init__(self, policy: Any, config: PPOConfig, shape: tuple[int, ...], device: torch.device, seed: int) -> None:
         self.policy, self.config = policy, config
-        self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=True)
-        self.rewards = RewardNormalizer(shape, config.gamma) if config.normalize_rewards else None
+        fused = device.type == "cpu" or None  # elsewhere torch takes what is fastest there
+        self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=fused)
+        self.rewards = RewardNormalizer(shape, config.gamma, device) if config.normalize_rewards else None
         self._rng = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
@@ -197,7 +199,7 @@ class Learner:
         count = min(self.config.num_minibatches, max(size // 2, 1))
         for _ in range(self.config.update_epochs):
             for chosen in torch.randperm(size, generator=self._rng).tensor_split(count):
-                yield rollout.at(chosen)
+                yield rollout.at(chosen.to(rollout.targets.device))
 
     def loss(self, batch: Rollout, clip_coef: float) -> tuple[Tensor, Tensor]:
         """The loss of a minibatch, and its five figures for ``Losses`` [5]."""
@@ -272,8 +274,9 @@ def in_sequences(rows: Rollout, memory: Tensor, keeps: Tensor, most: int) -> Rol
     """
     N, T = keeps.shape[:2]
     count = math.ceil(T / most)
-    times = torch.arange(count * math.ceil(T / count)).view(count, -1)
-    at = (T * torch.arange(N).view(N, 1, 1) + times.clamp(max=T - 1)).flatten(0, 1)  # [S, L], indices of rows
+    times = torch.arange(count * math.ceil(T / count), device=keeps.device).view(count, -1)
+    firsts = T * torch.arange(N, device=keeps.device).view(N, 1, 1)
+    at = (firsts + times.clamp(max=T - 1)).flatten(0, 1)  # [S, L], indices of rows
     start, kept = memory.flatten(0, 1)[at[:, 0]], keeps.flatten(0, 1)[at]
     kept[:, 0] = True  # the memory before the first row is as it was
     rows = rows.at(at.flatten())

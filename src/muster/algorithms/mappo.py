@@ -22,17 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
-from torch import Tensor
+from torch import Tensor, nn
 
-from muster.algorithms.actor_critic import CHOSEN, MEMORY, Explorer, Network, as_seen, policy_of, torch_threads
+from muster.algorithms.actor_critic import CHOSEN, MEMORY, Explorer, Network, as_seen, torch_threads
+from muster.algorithms.devices import placed
 from muster.algorithms.encoder import MEASURED, kind_of, observed
 from muster.algorithms.learner import Collected, Learner, Rollout, followers, goes_on
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy, generator_of, seed_of
+from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import MAPPOConfig
 from muster.algorithms.ppo_envs import EnvFacts, facts_of
 from muster.algorithms.ppo_parts import EpisodeWindow, MAPPOMetrics, Rates, TeamFigures, require_finite_rows
 from muster.algorithms.teams import AgentsExplorer, AgentsPolicy, CentralisedCritic, Networks, Sight, Team
+from muster.errors import ConfigError
+from muster.introspection import type_name
 from muster.spaces.masks import MASK, are_masks
 
 STATE = "state"
@@ -44,7 +48,8 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
 
     envs: a `muster.MultiAgentVectorEnv` of ``config.num_envs``, else as for `PPO`. A centralised critic sees the state
         of envs that were made with ``state=True`` and have one; of others the observations of all agents.
-    collectors: as for `PPO`.
+    policy: as for `PPO`, for the spaces of one agent: a function makes the network of each team, and an object is that
+        of the only one. device, collectors: as for `PPO`.
 
     groups: the agents of each group.  teams: those that share a network: a group, or with ``share_params=False`` one of
     its agents.  policies: the network of each team, by its name.
@@ -52,24 +57,33 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
     Raises UsageError for other envs, ConfigError for options that do not fit them, and what `MultiCollector` raises.
     """
 
-    def __init__(self, envs: Any, config: MAPPOConfig, *, collectors: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        envs: Any,
+        config: MAPPOConfig,
+        policy: Any = None,
+        *,
+        device: str | torch.device = "cpu",
+        collectors: Mapping[str, Any] | None = None,
+    ) -> None:
         facts = facts_of(envs, config, collectors)
         self.groups = facts.groups
         self.teams, self._sights = teams_of(facts, config), sights_of(facts, config)
         collecting, weights, minibatches = np.random.SeedSequence(config.seed).spawn(3)
-        self.policies = policies_of(facts, config, weights)
+        self.policies = policies_of(facts, config, weights, policy)
+        self.normalizers = normalizers_of(facts, config)
+        at = placed(device, self.policies.values(), self.normalizers.values(), config)
         self.learners = {
-            team.name: Learner(self.policies[team.name], config, (config.num_envs, team.num_agents), seed_of(one))
+            team.name: Learner(self.policies[team.name], config, (config.num_envs, team.num_agents), at, seed_of(one))
             for team, one in zip(self.teams, minibatches.spawn(len(self.teams)), strict=True)
         }
-        self.normalizers = normalizers_of(facts, config)
         explorers = {
             team.name: Explorer(self.policies[team.name], self.normalizers.get(team.group), config.learning_rate)
             for team in self.teams
         }
         episodes = EpisodeWindow(self.groups)
         explorer = AgentsExplorer(self.teams, explorers)
-        super().__init__(envs, facts, config, explorer, episodes, seed_of(collecting), collectors)
+        super().__init__(envs, facts, config, explorer, at, episodes, seed_of(collecting), collectors)
         self._begin_anew()
 
     def _learn(self, rates: Rates) -> MAPPOMetrics:
@@ -93,7 +107,9 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
             require_finite_rows(collected[group], self._steps_before, self.steps, agents)
         if self.facts.state_space is not None and self._sights:
             require_finite_rows(self._collected_states(batch), self._steps_before, self.steps, what="a state")
-        self._ended = {group: batch["next", group, "done"][:, -1].squeeze(-1) for group in self.groups}
+        # A rollout that was cut short has its last step before rows that are left out.
+        at = torch.arange(self.config.num_envs), batch["collector", "mask"].cumsum(1).argmax(1)
+        self._ended = {group: batch["next", group, "done"][at].squeeze(-1) for group in self.groups}
         self._trajectories = batch["collector", "traj_ids"][:, -1].clone()
         self.episodes.add(self.collector.last_episodes)
         # By the statistics that the actors saw them by; the rollout's own rows count from the next one on.
@@ -168,12 +184,12 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
 
     def _begin_anew(self) -> None:
         """Forgets the batch before: new episodes begin."""
-        # Of the batch before: agents whose episodes ended in its last row, and the trajectories.
+        # Of the batch before: agents whose episodes ended in its last step, and the trajectories.
         self._ended = {
-            group: torch.zeros(self.config.num_envs, len(agents), dtype=torch.bool)
+            group: torch.zeros(self.config.num_envs, len(agents), dtype=torch.bool, device=self.device)
             for group, agents in self.groups.items()
         }
-        self._trajectories = torch.full((self.config.num_envs,), -1)
+        self._trajectories = torch.full((self.config.num_envs,), -1, device=self.device)
 
     @property
     def network(self) -> Networks:
@@ -215,14 +231,22 @@ def sights_of(facts: EnvFacts, config: MAPPOConfig) -> list[Sight]:
     return [Sight(group, facts.observation_space[group], len(agents)) for group, agents in facts.groups.items()]
 
 
-def policies_of(facts: EnvFacts, config: MAPPOConfig, seeds: np.random.SeedSequence) -> dict[str, AgentsPolicy]:
-    """The policy of each team by its name, with weights drawn from the seeds. Raises as `policy_of`."""
+def policies_of(
+    facts: EnvFacts, config: MAPPOConfig, seeds: np.random.SeedSequence, policy: Any = None
+) -> dict[str, AgentsPolicy]:
+    """The policy of each team by its name, with weights drawn from the seeds. Raises as `policy_of`.
+
+    policy: as for `MAPPO`.
+    """
     teams, sights = teams_of(facts, config), sights_of(facts, config)
+    if isinstance(policy, nn.Module) and len(teams) > 1:
+        expected = f"a function that makes a network for each of {[team.name for team in teams]}"
+        raise ConfigError("policy", expected, type_name(policy))
     policies = {}
     with torch_threads(config.torch_threads):  # orthogonal weights differ with the number of threads
         for team, seed in zip(teams, seeds.spawn(len(teams)), strict=True):
             rng, spaces = generator_of(seed), (facts.observation_space[team.group], facts.action_space[team.group])
-            own = policy_of(config, *spaces, rng, judges=not sights)
+            own = policy_of(config, *spaces, rng, policy, judges=not sights)
             options = {name: getattr(config, name) for name in ("hidden_sizes", "activation", "sprite")}
             critic = CentralisedCritic(sights, team.num_agents, rng, **options) if sights else None
             policies[team.name] = AgentsPolicy(own, critic)

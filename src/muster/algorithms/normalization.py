@@ -49,7 +49,8 @@ class RunningMoments(nn.Module):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from `to_dict`."""
-        self.mean, self.var = (state[name].expand_as(self.mean) for name in ("mean", "var"))  # refuses another shape
+        parts = (state[name].to(self.mean.device) for name in ("mean", "var"))
+        self.mean, self.var = (part.expand_as(self.mean) for part in parts)  # refuses another shape
         self.count = int(state["count"])
 
 
@@ -111,13 +112,13 @@ class RewardNormalizer:
 
     Returns are carried from rollout to rollout, and start from 0 with each episode.
 
-    shape: of one step's rewards: (N,) of N envs, or (N, A) of A agents in each.
+    shape: of one step's rewards: (N,) of N envs, or (N, A) of A agents in each.  device: of rewards.
     """
 
-    def __init__(self, shape: Sequence[int], gamma: float) -> None:
-        self.moments = RunningMoments()
+    def __init__(self, shape: Sequence[int], gamma: float, device: torch.device | None = None) -> None:
+        self.moments = RunningMoments().to(device)
         self._gamma = gamma
-        self._returns = torch.zeros(tuple(shape), dtype=torch.float64)
+        self._returns = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
 
     def update(self, rewards: Tensor, done: Tensor, mask: Tensor) -> Tensor:
         """Normalised rewards, float32 ``[T, *shape]``.
@@ -125,7 +126,7 @@ class RewardNormalizer:
         rewards: float32, and done, mask: bool, of that shape; rows where mask is False count for nothing.
         All rows are divided by the same number: the deviation with this rollout counted in.
         """
-        returns = torch.zeros(rewards.shape, dtype=torch.float64)
+        returns = torch.zeros_like(rewards, dtype=torch.float64)
         for t, (reward, ended, kept) in enumerate(zip(rewards, done, mask, strict=True)):
             following = self._returns * self._gamma + reward
             returns[t] = self._returns = torch.where(kept, following, self._returns)

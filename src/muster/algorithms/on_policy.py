@@ -24,8 +24,8 @@ M = TypeVar("M", PPOMetrics, MAPPOMetrics)
 class OnPolicy(ABC, Generic[M]):
     """Collects a rollout, learns from it, and begins again, until ``config.total_steps``.
 
-    facts: of one env.  envs, collectors: as for `PPO`.  explorer: what acts.  episodes: counts those that end.
-    seed: of the collector.
+    facts: of one env.  envs, collectors: as for `PPO`.  explorer: what acts, on the device.  device: that of rollouts,
+    too.  episodes: counts those that end.  seed: of the collector.
     """
 
     def __init__(
@@ -34,15 +34,17 @@ class OnPolicy(ABC, Generic[M]):
         facts: EnvFacts,
         config: PPOConfig,
         explorer: Any,
+        device: torch.device,
         episodes: EpisodeWindow,
         seed: int,
         collectors: Mapping[str, Any] | None,
     ) -> None:
         self.envs, self.facts, self.config, self.episodes = envs, facts, config, episodes
+        self.device = device
         self.steps = 0  # env steps of the complete iterations
         self._explorer = explorer
         self.schedule = Schedule(config)
-        self.collector = collector_over(envs, explorer, config, seed, collectors)
+        self.collector = collector_over(envs, explorer, config, device, seed, collectors)
         self._under_way = False  # an iteration has begun, and has not ended
         self._complete: tuple[dict[str, Any], M | None] = self._state(), None
 

@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.algorithms.actor_critic import CHOSEN, MEMORY, ActorCritic, Explorer, Network, as_seen, policy_of
+from muster.algorithms.actor_critic import CHOSEN, MEMORY, Explorer, Network, as_seen
+from muster.algorithms.devices import placed
 from muster.algorithms.encoder import observed
 from muster.algorithms.learner import Collected, Learner, Rollout, goes_on
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy, generator_of, seed_of
+from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import PPOConfig
 from muster.algorithms.ppo_envs import facts_of
 from muster.algorithms.ppo_parts import EpisodeWindow, PPOMetrics, Rates, require_finite_rows
@@ -35,34 +37,40 @@ class PPO(OnPolicy[PPOMetrics]):
 
     envs: a vector env of ``config.num_envs``, with ``same_step`` or ``next_step`` autoreset. It stays the caller's: PPO
         steps it, but never closes it. With `collectors` what `muster.make_vec` takes as its first argument.
-    policy: an ActorCritic for these spaces, or a module with its attributes and methods. This object itself
-        is trained, neither copied nor pickled except to collectors. None draws a new one from the seed.
+    policy: a `PolicyNetwork`, such as an ActorCritic for these spaces. This object itself is trained, neither copied
+        nor pickled except to collectors. Or a function that makes one of the observation and the action space. None
+        draws a new one from the seed.
+    device: where policy and statistics compute, acting and learning, and where rollouts are copied to: "cpu", "cuda",
+        "cuda:1", "mps". "auto" is the GPU for images and for networks of over a million weights, else the CPU. A policy
+        object is moved there.
     collectors: ``{"num_collectors": 8}``: so many processes share the envs, and act by copies that have the weights and
         statistics of the moment in each rollout. Further options are those of `muster.MultiCollector` for its processes
         and envs, such as ``cluster`` and ``make_vec_options``. One env is made first, to see its spaces. Same seed and
         number of collectors, same policy. `close` ends them, or the end of a ``with`` block.
 
-    Raises UsageError for other envs, ConfigError for options that do not fit them, and what `MultiCollector` raises.
+    Raises UsageError for other envs, ConfigError for options that do not fit them and for devices that are not
+    there, and what `MultiCollector` raises.
     """
 
     def __init__(
         self,
         envs: Any,
         config: PPOConfig,
-        policy: ActorCritic | None = None,
+        policy: Any = None,
         *,
+        device: str | torch.device = "cpu",
         collectors: Mapping[str, Any] | None = None,
     ) -> None:
         facts = facts_of(envs, config, collectors)
         space = facts.observation_space
         collecting, weights, minibatches = np.random.SeedSequence(config.seed).spawn(3)
-        if policy is None:
-            policy = policy_of(config, space, facts.action_space, generator_of(weights))
-        self.policy = policy
-        self.learner = Learner(policy, config, (config.num_envs,), seed_of(minibatches))
+        policy = policy_of(config, space, facts.action_space, generator_of(weights), policy)
         self.observations = ObservationNormalizer(space) if config.normalize_observations else None
+        at = placed(device, [policy], [self.observations], config)
+        self.policy = policy
+        self.learner = Learner(policy, config, (config.num_envs,), at, seed_of(minibatches))
         explorer = Explorer(policy, self.observations, config.learning_rate)
-        super().__init__(envs, facts, config, explorer, EpisodeWindow(), seed_of(collecting), collectors)
+        super().__init__(envs, facts, config, explorer, at, EpisodeWindow(), seed_of(collecting), collectors)
 
     def _learn(self, rates: Rates) -> PPOMetrics:
         rollout = self.collect_rollout()

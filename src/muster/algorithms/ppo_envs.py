@@ -7,10 +7,11 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 import gymnasium as gym
+import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
-from muster.algorithms.encoder import MEASURED, kind_of
+from muster.algorithms.encoder import MEASURED, kind_of, leaves_of
 from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
 from muster.errors import ConfigError, UsageError
 from muster.rollout.collector import Collector
@@ -76,10 +77,17 @@ def require_options(collectors: Mapping[str, Any]) -> None:
 
 
 def collector_over(
-    envs: Any, explorer: Any, config: PPOConfig, seed: int, collectors: Mapping[str, Any] | None
+    envs: Any,
+    explorer: Any,
+    config: PPOConfig,
+    device: torch.device,
+    seed: int,
+    collectors: Mapping[str, Any] | None,
 ) -> Collector | MultiCollector:
     """What collects PPO's rollouts, by an explorer that is the caller's own object, or by copies that follow it."""
     shared: dict[str, Any] = {"frames_per_batch": config.batch_size, "seed": seed, "compact": True}
+    if device.type != "cpu":
+        shared["device"] = device
     if collectors is None:
         return Collector(envs, explorer, **shared)
     return MultiCollector(envs, explorer, num_envs=config.num_envs, **shared, **collectors)
@@ -104,20 +112,27 @@ def _facts(envs: Any, config: PPOConfig, num_envs: int) -> EnvFacts:
         )
     spec = getattr(envs, "spec", None)
     if not isinstance(envs, MultiAgentVectorEnv):
-        _require_measurements(config, envs.single_observation_space)
+        _require_fitting(config, envs.single_observation_space)
         return EnvFacts(envs.single_observation_space, envs.single_action_space, spec)
     seen, acts, groups = envs.single_observation_space.spaces, envs.single_action_space.spaces, envs.groups
     assert isinstance(config, MAPPOConfig)
     shared = config.share_params
     if unknown := [] if isinstance(shared, bool) else [name for name in shared if name not in groups]:
         raise ConfigError(f"share_params names {unknown}, and the envs have the groups {list(groups)}")
-    for group in groups:
-        _require_measurements(config, seen[group])
+    _require_fitting(config, *(seen[group] for group in groups))
     return EnvFacts({g: seen[g] for g in groups}, {g: acts[g] for g in groups}, spec, groups, envs.state_space)
 
 
+def _require_fitting(config: PPOConfig, *spaces: gym.Space[Any]) -> None:
+    """Raises ConfigError where observations of codes or pixels are to be normalised, and for sprites without images."""
+    leaves = [leaf for one in spaces for leaf in (leaves_of(one).values() if kind_of(one) == "mixed" else [one])]
+    if config.sprite is not None and "images" not in map(kind_of, leaves):
+        raise ConfigError("sprite", "left out where no observation is an image", config.sprite)
+    for space in spaces:
+        _require_measurements(config, space)
+
+
 def _require_measurements(config: PPOConfig, space: gym.Space[Any]) -> None:
-    """Raises ConfigError where observations of codes or pixels are to be normalised."""
     if config.normalize_observations and kind_of(space) not in MEASURED:
         raise ConfigError(
             "normalize_observations is for measurements, such as positions and speeds: Boxes of floats, of large "

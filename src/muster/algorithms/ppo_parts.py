@@ -225,6 +225,9 @@ class PPOMetrics:
         rest = {"explained_variance": self.explained_variance, "learning_rate": self.learning_rate}
         return {"steps": self.steps, **self.episodes._asdict(), **self.losses._asdict(), **rest}
 
+    def __repr__(self) -> str:
+        return _in_lines(self.as_row())
+
 
 class TeamFigures(NamedTuple):
     """The figures of agents that share a network, in one iteration."""
@@ -256,3 +259,13 @@ class MAPPOMetrics:
                 row[f"mean_return/{team.group}"] = team.mean_return
             row |= figures
         return {**row, "learning_rate": self.learning_rate}
+
+    def __repr__(self) -> str:
+        return _in_lines(self.as_row())
+
+
+def _in_lines(row: Mapping[str, float]) -> str:
+    """The figures in three lines: steps and episodes; losses; the rest."""
+    episodes = len(EpisodeSummary._fields) + 1
+    figures = [f"{name} {value:,.0f}" if name == "steps" else f"{name} {value:,.4g}" for name, value in row.items()]
+    return "\n".join(", ".join(some) for some in (figures[:episodes], figures[episodes:-2], figures[-2:]))

@@ -64,7 +64,7 @@ class CentralisedCritic(nn.Module):
             rows = seen[sight.name]
             parts.append(encoder(rows if sight.num_agents is None else rows.flatten(0, 1)).reshape(len(seen), -1))
         of_env = torch.cat(parts, -1).unsqueeze(1).expand(-1, self.num_agents, -1)
-        with_index = torch.cat([of_env, torch.eye(self.num_agents).expand(len(seen), -1, -1)], -1)
+        with_index = torch.cat([of_env, torch.eye(self.num_agents, device=of_env.device).expand(len(seen), -1, -1)], -1)
         values: Tensor = self.critic(with_index).squeeze(-1)
         return values
 
