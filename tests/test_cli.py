@@ -47,7 +47,7 @@ def test_train_leaves_a_whole_run_folder(tmp_path: Path):
     assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 3072
     assert matplotlib.image.imread(run / "learning_curve.png").ndim == 3
     assert "CartPole-v1  PPO, 3,000 steps, seed 7, 16 envs on 1 worker, preset classic control\n" in result.output
-    assert f"{float(rows[-1]['mean_return']):.1f} over the last 100 episodes  solved at 475" in result.output
+    assert f"{float(rows[-1]['mean_return']):.1f} over the last 100 episodes  the goal is 475" in result.output
     assert str(run / "learning_curve.png") in result.output
 
 
@@ -80,7 +80,7 @@ def test_a_run_too_short_for_an_episode_says_so(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
-        (("CartPole-v1", "--critic", "own"), 2, "--critic is for envs with agents"),
+        (("CartPole-v1", "--critic", "own"), 2, "--critic must be left out, as it is for envs with agents"),
         (
             ("CartPole-v1", "--num-workers", "17"),
             2,
@@ -127,6 +127,7 @@ def test_what_was_reached_is_kept_when_the_env_fails(tmp_path: Path):
     assert "the pole broke" in done.stderr
     assert "muster/cli.py" not in done.stderr
     assert f"What was reached is saved in {run}" in done.stdout
+    assert f"To go on: muster train --resume {run} --trust" in done.stdout  # whose env is a file's
     assert [row["steps"] for row in read_metrics(run)] == ["256"]
     assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 256
 

@@ -50,6 +50,17 @@ def test_example_of_agents(example: str, options: list[str], printed: str, tmp_p
     assert re.search(printed, done.stdout), done.stdout
 
 
+@pytest.mark.parametrize(("steps", "right"), [("2048", 0), pytest.param("30000", 190, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+def test_a_transformer_of_ones_own_learns_from_the_parts_of_a_dict(tmp_path: Path, steps: str, right: int) -> None:
+    example = ROOT / "examples" / "transformer.py"
+    options = ["--total-steps", steps, "--run-dir", tmp_path / "run"]
+    done = programs.run(example, *options, imports=programs.TORCH, cwd=tmp_path, timeout=500, check=True)
+    found = re.search(r"right on (\d+) of 200 shelves after ([\d,]+) steps", done.stdout)
+    assert found is not None, done.stdout
+    assert int(found[1]) >= right
+
+
 @pytest.mark.slow
 def test_the_ship_learns_to_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

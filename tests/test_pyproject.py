@@ -91,7 +91,7 @@ def test_an_extra_has_another_name(other: str, extra: str):
 
 
 def test_the_extra_all_has_everything_that_users_may_need():
-    extras = ("doctor", "train", "torch", "marl", "meltingpot", "sb3", "torchrl", "cli", "pettingzoo")
+    extras = ("doctor", "train", "torch", "marl", "meltingpot", "sb3", "torchrl", "loggers", "cli", "pettingzoo")
     assert packages_of("all") == set().union(*map(packages_of, extras))
 
 

@@ -15,7 +15,7 @@ class _Enum:
 
 Command: _Enum  # STEP, RESET, STEP_PROVIDED
 Status: _Enum  # OK, RAISED, LOST
-Doing: _Enum  # NOTHING, STEPPING, RESETTING, TALKING
+Doing: _Enum  # NOTHING, STEPPING, RESETTING, TALKING, BUILDING
 Autoreset: _Enum  # NEXT_STEP, SAME_STEP, DISABLED
 Unusual: _Enum  # bits INFOS, NOT_OK, FINALS
 InfoRow: _Enum  # STEP, FINAL, COUNT
@@ -190,6 +190,7 @@ def give_back(memory: npt.NDArray[np.uint8]) -> None: ...
 def map_fd(*, fd: int, size: int, offset: int = 0, is_private: bool = False) -> npt.NDArray[np.uint8]: ...
 def ticks() -> int: ...
 def start_watchdog(caller_pidfd: int, *, stderr_pipe: int = -1, stderr_to: int = -1, tail: int = -1) -> None: ...
+def signal_thread(pid: int, thread: int, number: int, /) -> None: ...
 def set_death_signal(number: int, /) -> None: ...
 def set_process_name(name: str, /) -> None: ...
 def kill_started(*, root: int, session: int, is_reaped: bool = False) -> None: ...
@@ -198,9 +199,12 @@ FLAG_NAMES: tuple[str, ...]  # the names of agents' flags in infos, in the order
 RECORD_FIELDS: tuple[tuple[str, str, int], ...]  # name, NumPy's format, offset
 RECORD_BYTES: int
 HOST_BYTES: int
+HOST_DOING_AT: int
 CALLER_BYTES: int
 CACHE_LINE: int
 SLICE_NS: int
 MARK: str
 EXIT_FDS_CLOSED: int
 EXIT_NO_THREADS: int
+STACK_SIGNAL: int
+WATCHDOG_NAME: str

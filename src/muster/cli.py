@@ -16,6 +16,7 @@ from muster.command_line.mistakes import REPORTED, SIGNALLED, prepare_streams, r
 from muster.command_line.parser import HELP, HelpShown, Parser, near, option_of, paragraphs
 from muster.errors import ConfigError, UsageError
 from muster.extras import imports_for, require
+from muster.pool.worker_process import ignore_user_signals
 from muster.recipes.named import find_here
 from muster.training.stopping import StopSignals
 
@@ -32,6 +33,7 @@ own."""
 def main() -> None:
     """Entry point of the installed ``muster`` script."""
     prepare_streams()
+    ignore_user_signals()  # also in processes that it starts; a run then notes them
     faulthandler.enable()  # shows the line in which an env, or a library, has crashed
     raise SystemExit(run(sys.argv[1:]))
 
@@ -88,19 +90,9 @@ def train(words: Sequence[str]) -> int:
     """train a policy, or those of agents, and plot the learning curve"""
     needed = ("torch", "tensordict", "tensorboard", "matplotlib")  # the last two not until a rollout has been made
     with imports_for("this command needs", "muster-rl[train]", *needed):
-        from muster.training import runs
-        from muster.training.seeds import train_seeds
-    from muster.command_line.train_plan import training_order
-    from muster.training.console import run_console
+        from muster.command_line.train_plan import training_order
 
-    order, console = training_order(words), run_console()
-    plan, where = order.plan, order.run
-    if order.seeds is not None:
-        stopped = train_seeds(plan, order.seeds, console, run_dir=where)
-    else:
-        with plan.trusting(where, order.trust), runs.start_algorithm(plan, console) as ppo:
-            resume, rate = order.resume, order.learning_rate
-            stopped = runs.train(plan, ppo, console, run_dir=where, resume=resume, learning_rate=rate)
+    stopped = training_order(words).carry_out().stopped
     return 0 if stopped is None else SIGNALLED + stopped
 
 
@@ -128,9 +120,7 @@ def evaluate(words: Sequence[str]) -> int:
         with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
             stopped = runs.evaluate_run(policy, envs, console, episodes=options.episodes, **played)
         if options.video is not None and stopped is None:
-            rendering = {"render_mode": "rgb_array"}
-            with start_run_envs(plan, console, 1, env_kwargs=rendering, autoreset_mode="disabled") as envs:
-                stopped = runs.film_run(policy, envs, console, options.video, **played)
+            stopped = runs.film_run(policy, console, options.video, **played)
     return 0 if stopped is None else SIGNALLED + stopped
 
 

@@ -34,6 +34,8 @@ PACKAGES = {
     "pettingzoo": Package("pettingzoo", "pettingzoo", "1.25"),
     "mpe2": Package("mpe2", "mpe2", "1.0"),
     "ray": Package("Ray", "ray", "2.50"),
+    "wandb": Package("wandb", "wandb", "0.31"),
+    "yaml": Package("PyYAML", "pyyaml", "6.0"),
 }
 
 

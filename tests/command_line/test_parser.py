@@ -42,8 +42,9 @@ def test_help_keeps_to_the_terminals_width(command: str):
     ("words", "said"),
     [
         ("trian", "muster: error: there is no command 'trian' (did you mean train?)"),
-        ("train", "name an ENV to train on, such as CartPole-v1"),
+        ("train", "ENV must be named, such as CartPole-v1"),
         ("train A-v1 --num-step 3", "there is no option --num-step (did you mean --num-steps?)"),
+        ("train A-v1 --wandb", "there is no option --wandb; muster train --help lists them\n"),
         ("train A-v1 --num_steps x", "--num-steps must be a whole number of at least 1, got 'x'"),
         ("train A-v1 --num-steps", "--num-steps needs a value; muster train --help says which"),
         ("train A-v1 --kwargs", "--env-kwargs needs a value"),

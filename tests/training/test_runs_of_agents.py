@@ -306,7 +306,7 @@ def test_a_policy_of_ones_own_needs_trust_to_be_loaded(tmp_path: Path, env: str,
     assert muster("eval", str(run), "--trust", "--episodes=1").exit_code == 0
     wrong = muster("train", env, "--run-dir", str(tmp_path / "wrong"), *SMALL, f"--policy={file}:wrong")
     assert (wrong.exit_code, len(wrong.stderr.splitlines())) == (1, 1), wrong.output
-    assert "made a torch.nn.modules.linear.Linear without head, decide" in wrong.stderr
+    assert "torch.nn.modules.linear.Linear is no network that can be trained here. It has no head: " in wrong.stderr
 
 
 # ---- folders of strangers

@@ -107,4 +107,4 @@ def test_mistakes_are_one_line(tmp_path: Path):
     assert muster("train", "CartPole-v1", *OPTIONS, "--total-steps=128", "--run-dir", run).exit_code == 0
     result = muster("train", "--resume", run, "--total-steps=256", "--seeds=2")
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert "--seeds is for new runs; --resume goes on with a single one" in result.stderr
+    assert "--seeds must be left out with resume, which goes on with a single run, got 2" in result.stderr

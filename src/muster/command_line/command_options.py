@@ -42,7 +42,11 @@ class TrainOptions(_NamedEnv):
         None, "train so many runs, one after the other, from --seed on, and compare them", least=1
     )
     resume: Path | None = option(None, "go on with the run in this folder, up to its --total-steps")
-    config: Path | None = option(None, "TOML file with the env, and with options by the names below")
+    resume_or_begin: bool = option(
+        False,
+        "go on with the run in --run-dir, or begin it there; the same line each time, for queues of jobs",
+    )
+    config: Path | None = option(None, "TOML or YAML file with the env, and with options by the names below")
     trust: bool = option(False, "with --resume: run the code that the run's folder names for its envs")
 
 

@@ -19,7 +19,7 @@ HELP = ("-h", "--help")
 
 
 class HelpShown(Exception):
-    """The end of a command that was asked for its help."""
+    """The end of a command that has said all there is: its help, or that a run has nothing left to do."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def option_of(name: str) -> str:
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known one that may be meant."""
-    found = difflib.get_close_matches(name, list(names), 1)
+    """The end of a message about an unknown name: the known one that may be meant, where one is as near as a slip."""
+    found = difflib.get_close_matches(name, list(names), 1, cutoff=0.7)
     return f" (did you mean {found[0]}?)" if found else ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,13 @@ from muster.algorithms import MAPPOConfig, PPOConfig
 from muster.algorithms.ppo_config import AgentsOptions
 from muster.arguments import fields_of
 from muster.command_line.command_options import TrainOptions
-from muster.command_line.parser import HELP, Parser, near, option_of
+from muster.command_line.parser import HELP, HelpShown, Parser, near
 from muster.errors import ConfigError
-from muster.recipes.named import absolute_name, callable_named, find_here
+from muster.extras import imports_for
+from muster.recipes.named import absolute_name, find_here
+from muster.training import runs
+from muster.training.checkpoints import read_checkpoint
+from muster.training.console import run_console
 from muster.training.plan import (
     CollectorsOptions,
     MakeVecOptions,
@@ -27,10 +31,13 @@ from muster.training.plan import (
 )
 from muster.training.presets import Preset, preset_for, preset_for_agents
 from muster.training.run_envs import RunEnvs, open_envs
+from muster.training.run_folder import holds_run, require_local, states_in
+from muster.training.seeds import train_seeds
 from muster.vector.multi_agent import MultiAgentVectorEnv
 
 PARSER = Parser("muster train", (TrainOptions, RunOptions, MakeVecOptions, CollectorsOptions, PPOConfig, AgentsOptions))
-OF_COMMAND = ("run_dir", "seeds", "resume", "config", "trust")  # options that a file has not
+OPTIONS = [name for kind in PARSER.kinds for name in fields_of(kind)]
+OF_COMMAND = ("run_dir", "seeds", "resume", "resume_or_begin", "config", "trust")  # options that a file has not
 CHANGES = ("total_steps", "learning_rate")  # what PPO may do otherwise in a run that goes on
 FOR_SEVERAL = ("num_workers", "caller_steps")  # options that one env alone cannot have
 OWN_VALUES = "The values below are the algorithms' own; `muster train ENV --help` shows those of that env's preset."
@@ -50,37 +57,68 @@ class TrainingOrder:
     learning_rate: float | None = None
     seeds: int | None = None
 
+    def carry_out(self, callback: runs.Callback | None = None) -> runs.Ended:
+        """Trains, and says on stdout how it goes. Raises what envs and the callback raise, and as `runs.train`."""
+        plan, console = self.plan, run_console()
+        if self.seeds is not None:
+            return train_seeds(plan, self.seeds, console, run_dir=self.run, callback=callback)
+        going_on: dict[str, Any] = {"resume": self.resume, "learning_rate": self.learning_rate}
+        with plan.trusting(self.run, self.trust), runs.start_algorithm(plan, console) as ppo:
+            return runs.train(plan, ppo, console, run_dir=self.run, callback=callback, **going_on)
+
 
 def training_order(words: Sequence[str]) -> TrainingOrder:
     """What the words order. Raises HelpShown, ConfigError, and what envs raise."""
     wants_help = any(word in HELP for word in words)
     by_words = PARSER.read([word for word in words if word not in HELP])
     file = by_words.get("config")
-    values = {**({} if file is None else read_run_toml(file)), **by_words}
-    options = options_of(TrainOptions, values)
-    if options.resume is None or options.trust:
+    values = {**({} if file is None else read_run_file(file)), **by_words}
+    if values.get("resume_or_begin") and not wants_help:
+        _resume_or_begin(values)
+    run = values.get("resume")
+    if run is None or values.get("trust"):
         find_here()
-    if options.resume is not None:
-        return _to_go_on(options, values, wants_help)
-    if options.env is None:
-        if wants_help:
-            PARSER.show_help(values, OWN_VALUES)
-        raise ConfigError("name an ENV to train on, such as CartPole-v1, or a run to go on with: --resume RUN")
-    if "policy" in values:
-        values["policy"] = absolute_name(values["policy"])
-    run, (made, collectors) = options_of(RunOptions, values), makers_of(values)
-    env, wrappers = absolute_name(options.env), tuple(map(absolute_name, options.wrapper))
-    kwargs, around = dict(options.env_kwargs), list(map(callable_named, wrappers))
-    alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
-    with open_envs(env, 1, env_kwargs=kwargs, wrappers=around, **alone) as probe:  # its spaces decide, too
-        preset = _preset_of(probe, env)
-    if not preset.agents and (of_agents := [name for name in fields_of(AgentsOptions) if name in values]):
-        raise ConfigError(f"{option_of(of_agents[0])} is for envs with agents, and {options.env} has one agent alone")
-    kind = MAPPOConfig if preset.agents else PPOConfig
-    values = {**preset.config, **values}
+    if wants_help and run is None and "env" not in values:
+        PARSER.show_help(values, OWN_VALUES)
+    order = order_of(values)
     if wants_help:
-        PARSER.show_help(values, f"The values below are those for {options.env}, by the preset {preset.name}.")
-    plan = TrainingPlan(env, options_of(kind, values), preset.name, kwargs, wrappers, made, run, collectors)
+        plan = order.plan
+        of_plan = {**dataclasses.asdict(plan.config), **plan.options, **plan.collectors, **dataclasses.asdict(plan.run)}
+        by_preset = f"those for {values.get('env')}, by the preset {plan.preset}"
+        said = by_preset if run is None else f"those that {run} has now"
+        PARSER.show_help({**of_plan, **values}, f"The values below are {said}.")
+    return order
+
+
+def order_of(values: Mapping[str, Any], objects: Mapping[str, Any] | None = None) -> TrainingOrder:
+    """What values of the options order, by their names. objects: as for `TrainingPlan`.
+
+    Raises ConfigError, and what envs raise.
+    """
+    options = options_of(TrainOptions, values)
+    if options.run_dir is not None:
+        require_local(options.run_dir)
+    named = {name: absolute_name(values[name]) for name in ("env", "policy") if name in values}
+    values = {**values, **named, "wrapper": tuple(map(absolute_name, options.wrapper))}
+    if "log" in values:
+        values["log"] = tuple(map(absolute_name, values["log"]))
+    if options.resume is not None:
+        return _to_go_on(options, values, objects or {})
+    if options.env is None:
+        raise ConfigError("env", "named, such as CartPole-v1, unless resume names a run to go on with", None)
+    run, (made, collectors) = options_of(RunOptions, values), makers_of(values)
+    plan = TrainingPlan(
+        values["env"], PPOConfig(), "", options.env_kwargs, values["wrapper"], made, run, collectors, objects or {}
+    )
+    alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
+    kwargs, around = dict(options.env_kwargs), plan.around
+    with open_envs(plan.made_from, 1, env_kwargs=kwargs, wrappers=around, **alone) as probe:  # its spaces decide, too
+        preset = _preset_of(probe, plan.env)
+    if not preset.agents and (of_agents := [name for name in fields_of(AgentsOptions) if name in values]):
+        expected = f"left out, as it is for envs with agents, and {options.env} has one agent alone"
+        raise ConfigError(of_agents[0], expected, values[of_agents[0]])
+    kind = MAPPOConfig if preset.agents else PPOConfig
+    plan = replace(plan, config=options_of(kind, {**preset.config, **values}), preset=preset.name)
     return TrainingOrder(plan, options.run_dir, resume=False, seeds=options.seeds)
 
 
@@ -92,29 +130,57 @@ def _preset_of(envs: RunEnvs, name: str) -> Preset:
     return preset_for_agents(name, [seen[group] for group in envs.groups], [acts[group] for group in envs.groups])
 
 
-def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool) -> TrainingOrder:
+def _resume_or_begin(values: dict[str, Any]) -> None:
+    """Adds --resume to the values where there is a run. Says so where that has nothing left to do, and ends.
+
+    values: of the options; those that change nothing in the run are taken out. Raises ConfigError where the line is not
+    that of the run: what the folder names is run, so the line has to name all of it.
+    """
+    options = options_of(TrainOptions, values)
+    run = options.run_dir
+    if run is None or options.env is None or options.resume is not None or options.seeds is not None:
+        raise ConfigError("--resume-or-begin takes an ENV and --run-dir, and neither --resume nor --seeds")
+    if not holds_run(run):
+        return
+    plan, besides = plan_of(run), options_of(RunOptions, values)
+    kept = {"env": plan.env, "env_kwargs": dict(plan.env_kwargs), "wrapper": plan.wrappers}
+    line = {"env": absolute_name(options.env), "env_kwargs": dict(options.env_kwargs)}
+    line["wrapper"] = tuple(map(absolute_name, options.wrapper))
+    if plan.policy_code:
+        kept["policy"], line["policy"] = plan.config.policy, absolute_name(values.get("policy", ""))
+        values["policy"] = line["policy"]
+    config = dataclasses.asdict(plan.config)
+    kept, line = {**config, **kept}, {**config, **values, **line}
+    if others := [name for name in kept if name not in CHANGES and line[name] != kept[name]]:
+        name = others[0]
+        raise ConfigError(name, f"{kept[name]!r}, as the run in {run} has it, or with another folder", line[name])
+    total = values.get("total_steps", plan.config.total_steps)
+    if states_in(run) and (steps := read_checkpoint(run)["steps"]) >= total:
+        print(f"{run} has made {steps:,} of {total:,} steps: there is nothing left to do", flush=True)
+        raise HelpShown()
+    if values.get("learning_rate") == plan.config.learning_rate:
+        del values["learning_rate"]  # said again, it would start at this rate again
+    values |= {**dataclasses.asdict(besides), "resume": run, "trust": True}
+
+
+def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingOrder:
     """The plan that the run was started with, changed by what a run may change; the rest may be said again."""
     run = options.resume
     assert run is not None
-    plan = plan_of(run)
+    plan = replace(plan_of(run), objects=objects)
     config = dataclasses.asdict(plan.config)
     before = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **config}
     before["num_collectors"] = plan.collectors.get("num_collectors")
-    if wants_help:
-        now = {**before, **plan.options, **plan.collectors, **dataclasses.asdict(plan.run), **values}
-        PARSER.show_help(now, f"The values below are those that {run} has now.")
-    asked = {**values, "env": plan.env if options.env is None else absolute_name(options.env)}
-    asked["wrapper"] = tuple(map(absolute_name, options.wrapper)) or plan.wrappers
-    if settled := [name for name in before if name not in CHANGES and asked.get(name, before[name]) != before[name]]:
-        raise ConfigError(
-            f"the run has settled {', '.join(map(option_of, settled))}; --resume goes on with what it has"
-        )
+    asked = {**values, "wrapper": values["wrapper"] or plan.wrappers}
+    for name in before:
+        if name not in CHANGES and asked.get(name, before[name]) != before[name]:
+            raise ConfigError(name, f"{before[name]!r}, which the run has settled", asked[name])
     if options.seeds is not None:
-        raise ConfigError("--seeds is for new runs; --resume goes on with a single one")
+        raise ConfigError("seeds", "left out with resume, which goes on with a single run", options.seeds)
     if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
-        raise ConfigError("--run-dir is for new runs; --resume goes on in the folder of its own")
+        raise ConfigError("run_dir", f"left out with resume: {run} goes on in its own folder", str(options.run_dir))
     if not options.trust:
-        plan.require_trust(run)
+        plan.require_trust(run, logs=True)
     made, collectors = makers_of({**plan.options, **plan.collectors, **values})
     besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
     plan = replace(
@@ -128,21 +194,48 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], wants_help: bool
     return TrainingOrder(plan, run, True, options.trust, learning_rate=values.get("learning_rate"))
 
 
-def read_run_toml(path: Path) -> dict[str, Any]:
-    """The values of a run's TOML file by the names of their fields. Raises ConfigError, which names file and key."""
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The values of a run's file by the names of their fields: YAML by its suffix, else TOML.
+
+    Raises ConfigError, which names file and key, and ImportError without PyYAML.
+    """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        table = _read_yaml(path, text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--config {path} cannot be read: {problem}") from None
-    known = [name for kind in PARSER.kinds for name in fields_of(kind) if name not in OF_COMMAND]
+    try:
+        return values_in(table, [name for name in OPTIONS if name not in OF_COMMAND])
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def values_in(table: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The values of a table by the names of their fields. Raises ConfigError for what is not in ``known``."""
     values = {}
     for key, written in table.items():
-        name = "env_kwargs" if key == "kwargs" else key.replace("-", "_")
+        name = {"kwargs": "env_kwargs", "wrappers": "wrapper"}.get(key, key.replace("-", "_"))
         if name not in known:
-            raise ConfigError(f"{path}: {key} is no option of the env or of a run{near(name, known)}")
+            raise ConfigError(f"{key} is no option of the env or of a run{near(name, known)}")
         try:
             values[name] = PARSER.value(name, written)
         except ConfigError as error:
-            raise ConfigError(error.naming(f"{path}: {key}")) from None
+            raise ConfigError(key, error.expected, error.got) from None
     return values
+
+
+def _read_yaml(path: Path, text: str) -> dict[str, Any]:
+    with imports_for(f"--config {path} needs", "muster-rl[loggers]", "yaml"):
+        import yaml
+    try:
+        table = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        where = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        raise ConfigError(f"--config {path} cannot be read: {error.problem}{where}") from None
+    if not isinstance(table, dict):
+        held = f"it holds no names with values, as in num_envs: 8, but {type(table).__name__}"
+        raise ConfigError(f"--config {path} cannot be read: {held}")
+    return {str(key): value for key, value in table.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import RecipeError
-from muster.introspection import find_in
+from muster.introspection import find_in, module_name
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,22 @@ def callable_named(text: str) -> Any:
 def absolute_name(text: str) -> str:
     """The name, with the absolute path of its file; others as they are."""
     return str(parse_name(text)) if split_name(text)[0].endswith(".py") else text
+
+
+def name_of(thing: Any) -> str:
+    """The name by which `env_named` finds a class or a function, ``module:name`` or ``file.py:name``.
+
+    Where none does, as for a lambda or an object, what it is stands in < >.
+    """
+    module, name = module_name(thing), getattr(thing, "__qualname__", type(thing).__qualname__)
+    holder = sys.modules.get(module)
+    is_found = vars(holder).get(name) is thing if holder is not None else False
+    if module == "__main__":
+        file, spec = getattr(holder, "__file__", None) or "", getattr(holder, "__spec__", None)
+        is_file = file.endswith(".py") and Path(file).stem.isidentifier()
+        is_found = is_found and (spec is not None or is_file)
+        module = spec.name if spec is not None else os.path.abspath(file) if is_file else module
+    return f"{module}:{name}" if is_found else f"{module}:<{name.replace('<', '').replace('>', '')}>"
 
 
 def find_here() -> None:

@@ -73,12 +73,13 @@ class Checkpoints:
     steps: env steps that the run had made before.  every: env steps between two copies, None for no copies.
     keep: how many copies stay, the newest; None for all.
 
+    saved: the env steps of the state in checkpoint.pt.
     best: the evaluation of the state in best.pt, also of what the run had done before; None without one.
     """
 
     def __init__(self, folder: RunFolder, *, steps: int, every: int | None = None, keep: int | None = None) -> None:
         self._folder, self._every, self._keep = folder, every, keep
-        self._steps = steps
+        self._steps = self.saved = steps
         self.best = _best_of(folder.path)
         self._saved_at = -math.inf
         self._waiting: dict[str, dict[str, Any]] = {}
@@ -99,8 +100,10 @@ class Checkpoints:
         older = {name: one for name, one in self._waiting.items() if name == BEST or not due}
         self._waiting = {CHECKPOINT: state, **older, **waiting}
         for name in list(self._waiting):
-            self._folder.save_checkpoint(self._waiting[name], name)
+            self._folder.save_checkpoint(_on_cpu(self._waiting[name]), name)
             del self._waiting[name]
+            if name == CHECKPOINT:
+                self.saved = ppo.steps
             if name.startswith(COPIES) and self._keep is not None:
                 copies = files_in(self._folder.path, COPIES, COPY)
                 for old in copies[: len(copies) - self._keep]:
@@ -147,7 +150,7 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
     with open(open_file(path, name), "rb") as opened:
         try:
             plain = _plain_archive(file, opened)
-            state: dict[str, Any] = torch.load(plain, weights_only=True)
+            state: dict[str, Any] = torch.load(plain, map_location="cpu", weights_only=True)
             views = {(one.data_ptr(), one.dtype, one.shape, one.stride()): one for one in _tensors_in(state)}
             size, spread = len(plain.getbuffer()), sum(one.numel() * one.element_size() for one in views.values())
         except UsageError:
@@ -249,3 +252,12 @@ def _best_of(run: Path) -> Evaluation | None:
 
 def _name_of(steps: int) -> str:
     return f"{steps:012d}.pt"  # names in the order of the steps
+
+
+def _on_cpu(state: Any) -> Any:
+    """The state with all tensors in the CPU's memory: a machine without the run's device is to load it, too."""
+    if isinstance(state, Mapping):
+        return {name: _on_cpu(one) for name, one in state.items()}
+    if isinstance(state, list):
+        return list(map(_on_cpu, state))
+    return state.cpu() if hasattr(state, "cpu") else state

@@ -34,9 +34,18 @@ class Picture:
             from matplotlib.layout_engine import ConstrainedLayoutEngine
             from matplotlib.ticker import EngFormatter, MaxNLocator
         layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
-        self._figure = Figure(figsize=(9, 5), dpi=160, facecolor="white", layout=layout)
-        FigureCanvasAgg(self._figure)
-        axes = self.axes = self._figure.add_subplot()
+
+        class ShownFigure(Figure):
+            """A figure that notebooks show, whatever their backend."""
+
+            def _repr_png_(self) -> bytes:
+                file = io.BytesIO()
+                self.savefig(file, format="png")
+                return file.getvalue()
+
+        self.figure = ShownFigure(figsize=(9, 5), dpi=160, facecolor="white", layout=layout)
+        FigureCanvasAgg(self.figure)
+        axes = self.axes = self.figure.add_subplot()
         axes.set_title(title, loc="left", color=INK, fontsize=13, weight="bold", pad=12, parse_math=False)
         axes.set_xlabel("env steps", color=MUTED)
         axes.set_ylabel("return", color=MUTED)
@@ -63,15 +72,20 @@ class Picture:
         self.axes.text(0.5, 0.5, text, transform=self.axes.transAxes, color=MUTED, ha="center", va="center")
         self.axes.set(xticks=[], yticks=[])
 
+    def finished(self) -> Any:
+        """The figure, with a legend of what was drawn."""
+        handles, _ = self.axes.get_legend_handles_labels()
+        if handles and not self.figure.legends:  # below the curves, wherever these go
+            columns = min(len(handles), 3)
+            self.figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=MUTED, fontsize=9)
+        return self.figure
+
     def save(self, path: Path, write: Callable[[Path, bytes], None] = write_named) -> None:
         """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown."""
-        handles, _ = self.axes.get_legend_handles_labels()
-        if handles:  # below the curves, wherever these go
-            columns = min(len(handles), 3)
-            self._figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=MUTED, fontsize=9)
+        self.finished()
         file = io.BytesIO()
         try:
-            self._figure.savefig(file, format=path.suffix[1:] or "png")
+            self.figure.savefig(file, format=path.suffix[1:] or "png")
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
         write(path, file.getvalue())
@@ -94,7 +108,14 @@ def _any_backend() -> Iterator[None]:
 
 
 def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal: float | None = None) -> None:
-    """Draws mean return over env steps, with the band that holds most of the last 100 episodes, into a PNG.
+    """Draws `learning_curve` into a PNG. Raises as that."""
+    # A run's own picture: a pipe in its place has no reader to wait for.
+    picture = learning_curve(metrics_path, title=title, goal=goal)
+    picture.save(plot_path, lambda path, content: replace_file(path.parent, path.name, content))
+
+
+def learning_curve(metrics_path: Path, *, title: str, goal: float | None = None) -> Picture:
+    """The mean return over env steps, with the band that holds most of the last 100 episodes.
 
     Where there are several groups of agents, each has a curve without a band besides.
 
@@ -116,8 +137,7 @@ def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal
             picture.axes.axhline(goal, color=GOAL, linewidth=1.2, linestyle=(0, (5, 4)), label=label, zorder=1)
     else:
         picture.say("no episode has ended yet")
-    # A run's own picture: a pipe in its place has no reader to wait for.
-    picture.save(plot_path, lambda path, content: replace_file(path.parent, path.name, content))
+    return picture
 
 
 def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
@@ -127,6 +147,13 @@ def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.fl
     """
     with reading(metrics_path):
         return _columns(_rows(metrics_path), "mean_return", "low_return", "high_return")
+
+
+def read_columns(metrics_path: Path) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """All columns of a run's metrics, [R] each, nan where a row has none. Raises as `read_curve`."""
+    with reading(metrics_path):
+        rows = _rows(metrics_path)
+        return {name: np.array([float(row[name] or "nan") for row in rows]) for name in (rows[0] if rows else ())}
 
 
 def read_groups(metrics_path: Path) -> dict[str, np.ndarray[tuple[int, int], np.dtype[np.float64]]]:

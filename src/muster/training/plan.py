@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +16,13 @@ from muster.arguments import check_options, fields_of, option
 from muster.errors import ConfigError, UsageError, printable
 from muster.extras import installed_version
 from muster.recipes.known_envs import installed_alone, is_of_known_library, not_installed
-from muster.recipes.named import split_name
+from muster.recipes.named import callable_named, env_named, split_name
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config, require_room
 
 CONFIGS: Mapping[str, type[PPOConfig]] = {"PPO": PPOConfig, "MAPPO": MAPPOConfig}
 """The options of each algorithm."""
+KNOWN_LOGGERS = ("csv", "tensorboard", "wandb")
 SINCE_AGENTS = ("policy", "memory_size", "sequence_length", "sprite")  # options that older runs have not
 
 
@@ -39,11 +40,29 @@ class RunOptions:
         None, "env steps between two copies of the checkpoint; None: no copies", least=1
     )
     keep: int | None = option(None, "how many of these copies stay, the newest; None: all", least=1)
+    device: str = option(
+        "auto", "what computes: cpu, cuda, cuda:1 or mps; auto: the GPU for images and large networks, else the CPU"
+    )
+    log: tuple[str, ...] = option(
+        ("csv", "tensorboard"),
+        "where the metrics go: csv (always), tensorboard, wandb, and module:function or file.py:function, which gets "
+        "each iteration's as a dict",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.keep is not None and self.checkpoint_every is None:
             raise ConfigError("keep", "left out where no copies of the checkpoint are made", self.keep)
+        if len(set(self.log)) < len(self.log):
+            raise ConfigError("log", "a list that names each logger once", self.log)
+        if unknown := [name for name in self.log if name not in KNOWN_LOGGERS and not all(split_name(name))]:
+            expected = f"{', '.join(KNOWN_LOGGERS)}, module:function or file.py:function"
+            raise ConfigError("log", expected, unknown[0])
+
+    @property
+    def log_functions(self) -> list[str]:
+        """The loggers that are functions of the user's."""
+        return [name for name in self.log if name not in KNOWN_LOGGERS]
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,7 @@ class MakeVecOptions:
     one_env_per_process: bool = option(False, "for libraries that can be loaded only once per process")
     threads_per_worker: int = option(1, "threads of OpenMP, BLAS and torch in each worker", least=1)
     start_timeout: float = option(300.0, "seconds for a worker to build its envs", above=0)
-    step_timeout: float | None = option(None, "seconds for one step of an env; None: any", above=0)
+    step_timeout: float | None = option(None, "seconds for one step or reset of an env; None: any", above=0)
     close_timeout: float | None = option(60.0, "seconds for an env to close; None: any", above=0)
     on_failure: Literal["raise", "restart"] = option(
         "raise", "of an env or a worker; restart: its episode ends truncated"
@@ -132,6 +151,7 @@ class TrainingPlan:
     around the env.  env_kwargs, wrappers: the user's own, the latter as `callable_named` takes them.
     options: further ones of `make_vec`, as far as they have not its own values.  run: what the run does besides.
     collectors: `CollectorsOptions` as far as they have not the defaults; empty where workers step the envs.
+    objects: envs, wrappers and networks that were handed over in Python, by the names that stand for them.
     """
 
     env: str
@@ -142,6 +162,33 @@ class TrainingPlan:
     options: Mapping[str, Any] = field(default_factory=dict)
     run: RunOptions = RunOptions()
     collectors: Mapping[str, Any] = field(default_factory=dict)
+    objects: Mapping[str, Any] = field(default_factory=dict)
+
+    def found(self, name: str, find: Callable[[str], Any]) -> Any:
+        """What was handed over under the name, or else what ``find`` finds. Raises UsageError where nobody can."""
+        if name in self.objects:
+            return self.objects[name]
+        if "<" in name:  # as `name_of` has it
+            raise UsageError(
+                f"no name leads to {name}, which this run was begun with. Hand it over again: muster.train(env, "
+                "resume=..., policy=...), or muster.load_policy(run, policy=...)"
+            )
+        return find(name)
+
+    @property
+    def made_from(self) -> Any:
+        """The argument of `make_vec` for the env."""
+        return self.found(self.env, env_named)
+
+    @property
+    def network(self) -> Any:
+        """The argument ``policy`` of the algorithm: None where it makes one of its own."""
+        return self.found(self.config.policy, callable_named) if self.policy_code else None
+
+    @property
+    def around(self) -> list[Callable[[Any], Any]]:
+        """The user's wrappers."""
+        return [self.found(wrapper, callable_named) for wrapper in self.wrappers]
 
     @property
     def name(self) -> str:
@@ -165,7 +212,7 @@ class TrainingPlan:
         changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
         around = {"env_kwargs": dict(self.env_kwargs), "wrapper": printable(",".join(self.wrappers))}
         differing = {name: value for name, value in around.items() if value} | changed
-        return " ".join(f"{name}={value}" for name, value in differing.items())
+        return " ".join(f"{name}={_in_words(value)}" for name, value in differing.items())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
@@ -178,13 +225,14 @@ class TrainingPlan:
     def trusting(self, run: Path | None, trust: bool) -> Iterator[None]:
         """Encloses what makes the envs of the run in the folder ``run``.
 
-        Without trust nothing is imported from the working directory, neither here nor in workers that start meanwhile.
+        Without trust nothing is imported from the working directory, neither here nor in workers that start meanwhile,
+        but for what was handed over.
         Raises as `require_trust`.
         """
         if trust or run is None:
             yield
             return
-        with installed_alone():
+        with nullcontext() if self.objects else installed_alone():
             self.require_trust(run)
             yield
 
@@ -193,24 +241,37 @@ class TrainingPlan:
         """The function that makes the policy, where the user has named one."""
         return [] if self.config.policy in POLICIES else [self.config.policy]
 
-    def require_trust(self, run: Path) -> None:
+    def require_trust(self, run: Path, *, logs: bool = False) -> None:
         """Raises ConfigError where to make the envs is to run code that the folder ``run`` of the run names.
 
-        These are files, functions, wrappers, policies, and ids of modules that Muster does not know, or that no
-        installed package has.
+        logs: as for `code`.
         """
-        module, name = split_name(self.env)
-        is_module = all(map(str.isidentifier, module.split("."))) and not module.endswith(".py")
-        # A function is called, with arguments from the folder: that of a known library may do anything.
-        is_known_id = is_module and is_of_known_library(module) and not name.isidentifier()
-        code = [self.env] * (module != "" and not is_known_id) + list(self.wrappers) + self.policy_code
-        if not code and (package := not_installed(self.env)):
-            code = [f"{self.env}, whose {package} no installed package has"]
-        if code:
+        if code := self.code(logs=logs):
             raise ConfigError(
                 f"{run} names code: {printable(', '.join(code))}. To use it is to run that code. If you trust "
                 "whoever made the folder, say trust=True in Python, or --trust on a command line"
             )
+
+    def code(self, *, logs: bool) -> list[str]:
+        """What of the plan runs code of its own: files, functions, wrappers, policies, and ids of modules that Muster
+        does not know, or that no installed package has. logs: functions that log, too."""
+        module, name = split_name(self.env)
+        is_module = all(map(str.isidentifier, module.split("."))) and not module.endswith(".py")
+        # A function is called, with arguments from the folder: that of a known library may do anything.
+        is_known_id = is_module and is_of_known_library(module) and not name.isidentifier()
+        named = [self.env] * (module != "" and not is_known_id) + list(self.wrappers) + self.policy_code
+        named += self.run.log_functions * logs
+        code = [name for name in named if self.found(name, lambda _: None) is None]
+        if not code and self.env not in self.objects and (package := not_installed(self.env)):
+            code = [f"{self.env}, whose {package} no installed package has"]
+        return code
+
+
+def _in_words(value: Any) -> Any:
+    """The value as a header has it, without brackets and quotes; control characters as escapes."""
+    if isinstance(value, Mapping):
+        return printable(",".join(f"{name}:{one}" for name, one in value.items()))
+    return value
 
 
 def plan_of(path: Path) -> TrainingPlan:

@@ -11,8 +11,8 @@ from muster.algorithms.ppo_config import MAPPOConfig
 from muster.errors import UsageError
 from muster.extras import require
 from muster.pool.notices import starts_unsaid
-from muster.recipes.named import callable_named, env_named
 from muster.training.plan import TrainingPlan
+from muster.training.preset_wrappers import flat
 from muster.training.presets import preset_named
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -63,7 +63,7 @@ def open_run_envs(
     count = plan.config.num_envs if num_envs is None else num_envs
     left_out = () if count == plan.config.num_envs else ("num_workers", "caller_steps")
     made = {name: value for name, value in plan.options.items() if name not in left_out}
-    envs = open_envs(plan.env, count, **recipe, **{**made, **state_of(plan), **options})
+    envs = open_envs(plan.made_from, count, **recipe, **{**made, **state_of(plan), **options})
     has_agents = isinstance(envs, MultiAgentVectorEnv)
     if has_agents != isinstance(plan.config, MAPPOConfig):
         envs.close()
@@ -81,8 +81,10 @@ def recipe_of(
     """
     preset = preset_named(plan.preset)
     require(f"Training {plan.env} needs", "muster-rl[train]", *preset.modules)
-    by_preset = preset.env_kwargs if isinstance(env_named(plan.env), str) else {}  # a factory has arguments of its own
-    around = (*map(callable_named, plan.wrappers), *preset.wrappers, *wrappers)
+    by_preset = preset.env_kwargs if isinstance(plan.made_from, str) else {}  # a factory has arguments of its own
+    # A network of the user's own reads the parts of an observation itself.
+    by_family = [one for one in preset.wrappers if one is not flat or not plan.policy_code]
+    around = (*plan.around, *by_family, *wrappers)
     return {"env_kwargs": {**by_preset, **plan.env_kwargs, **env_kwargs}, "wrappers": around}
 
 
@@ -92,11 +94,11 @@ def state_of(plan: TrainingPlan) -> dict[str, bool]:
 
 
 def open_envs(
-    name: str, num_envs: int, *, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]], **options: Any
+    env: Any, num_envs: int, *, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]], **options: Any
 ) -> RunEnvs:
-    """The envs of a name, as `env_named` reads it, as training needs them. Raises what `make_vec` raises."""
+    """Envs, of an id or a factory, as training needs them. Raises what `make_vec` raises."""
     made = {"autoreset_mode": "same_step", **options}
-    return make_vec(env_named(name), num_envs, env_kwargs=env_kwargs, wrappers=wrappers, **made)
+    return make_vec(env, num_envs, env_kwargs=env_kwargs, wrappers=wrappers, **made)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from muster.errors import MusterError, UsageError
+from muster.errors import ConfigError, MusterError, UsageError
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.resources import memory_left
 from muster.training.events import EventWriter, next_events_name
@@ -43,10 +43,11 @@ class RunFolder:
     resume: goes on with the run in ``path``; call ``drop_metrics_after`` before anything is appended.
 
     Raises UsageError where ``path`` holds a run already that has a checkpoint, where with ``resume`` it holds none, and
-    where another process is training there.
+    where another process is training there; ConfigError as `require_local`.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
+        require_local(path)
         self.path = path
         self.metrics_path, self.checkpoint_path, self.plot_path = path / METRICS, path / CHECKPOINT, path / PLOT
         self._config: dict[str, Any] = {}
@@ -122,6 +123,12 @@ class RunFolder:
         self._rewrite(columns, rows)
         self._last_step = steps
         return rows[-1] if rows else {}
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The rows of metrics.csv as numbers, without the fields that are empty."""
+        with reading(self.metrics_path):
+            rows = [{name: float(value) for name, value in row.items() if value} for row in self._rows()[1]]
+            return [{**row, "steps": int(row["steps"])} for row in rows]
 
     def begin_again(self) -> bool:
         """Drops all rows of metrics.csv, for want of states; returns whether they are kept in metrics.lost.csv.
@@ -239,6 +246,19 @@ def naming(file: Path, *, aside: Path | str | None = None) -> Iterator[None]:
         if error.errno is None or error.filename not in (None, aside and str(aside)):
             raise
         raise OSError(error.errno, error.strerror, str(file)) from None
+
+
+def require_local(path: Path) -> None:
+    """Raises ConfigError for an address such as ``s3://bucket/run``, which would become a folder called ``s3:``."""
+    scheme, *rest = path.parts or ("",)
+    if re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+:", scheme):
+        expected = f"a folder of this machine, also a mounted one; when the run has ended, copy it to {scheme}//"
+        raise ConfigError("run_dir", expected, "/".join([f"{scheme}/", *rest]))
+
+
+def holds_run(path: Path) -> bool:
+    """Whether there is a run in the folder that can be gone on with. Raises UsageError for a link."""
+    return has_file(path, CONFIG) and has_file(path, METRICS)
 
 
 def _make(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import operator
@@ -12,15 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.algorithms.actor_critic import Network, policy_of
+from muster.algorithms.actor_critic import Network
 from muster.algorithms.mappo import normalizers_of, policies_of, teams_of
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy
+from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
 from muster.algorithms.ppo_envs import EnvFacts
 from muster.algorithms.teams import Networks
 from muster.errors import UsageError
 from muster.spaces.plain import from_plain, to_plain
+from muster.training.plan import TrainingPlan
 from muster.training.run_folder import read_config, require_room
 
 
@@ -53,17 +56,22 @@ def facts_in(run: Path, config: PPOConfig) -> EnvFacts:
         raise UsageError(f"{path}: {error}") from None
 
 
-def networks_in(state: Mapping[str, Any], facts: EnvFacts, config: PPOConfig) -> Network | Networks:
-    """The networks with the weights and statistics of a checkpoint."""
+def networks_in(state: Mapping[str, Any], facts: EnvFacts, plan: TrainingPlan) -> Network | Networks:
+    """The networks with the weights and statistics of a checkpoint; of one that was handed over, a copy."""
+    config, own = plan.config, plan.network
+    own = copy.deepcopy(own).cpu() if isinstance(own, torch.nn.Module) else own
     if isinstance(config, MAPPOConfig):
-        policies, normalizers = policies_of(facts, config, np.random.SeedSequence(0)), normalizers_of(facts, config)
+        policies, normalizers = (
+            policies_of(facts, config, np.random.SeedSequence(0), own),
+            normalizers_of(facts, config),
+        )
         for name, policy in policies.items():
             policy.load_state_dict(state["teams"][name]["policy"])
         for name, normalizer in normalizers.items():
             normalizer.load(state["normalizers"][name])
         teams = teams_of(facts, config)
         return Networks(teams, [Network(policies[team.name], normalizers.get(team.group)) for team in teams])
-    network = policy_of(config, facts.observation_space, facts.action_space, torch.Generator())
+    network = policy_of(config, facts.observation_space, facts.action_space, torch.Generator(), own)
     network.load_state_dict(state["policy"])
     if not config.normalize_observations:
         return Network(network, None)

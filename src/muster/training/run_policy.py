@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from gymnasium import spaces
 
 from muster.errors import SpecMismatch, printable
 from muster.extras import imports_for
+from muster.recipes.named import name_of
 from muster.spaces.masks import MASK, are_masks, usable
 from muster.training.plan import plan_of
 from muster.training.run_envs import RunEnvs, open_run_envs
@@ -31,6 +33,7 @@ def load_policy(
     checkpoint: str | os.PathLike[str] | None = None,
     sample: bool = False,
     trust: bool = False,
+    policy: Any = None,
 ) -> RunPolicy:
     """The policy that the run in the folder ``run`` has trained.
 
@@ -44,11 +47,13 @@ def load_policy(
     trust: lets ``policy.make_vec`` import modules, files and wrappers that the folder names, also from the working
     directory. Loading makes no env, and executes no code of the folder; but where ``--policy`` has named a function,
     it takes trust, and calls that.
+    policy: the network, or the function that makes one, that `muster.train` had. A copy of a network is loaded.
 
     Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint, and
     ConfigError for a named policy without trust.
     """
-    return RunPolicy(Path(run), checkpoint, sample=sample, trust=trust)
+    objects = {} if policy is None else {name_of(policy): policy}
+    return RunPolicy(Path(run), checkpoint, sample=sample, trust=trust, objects=objects)
 
 
 class RunPolicy:
@@ -58,18 +63,25 @@ class RunPolicy:
     groups: the names of the agents of each group; empty for envs with one agent.  steps: env steps of its training.
     """
 
-    def __init__(self, run: Path, checkpoint: str | os.PathLike[str] | None, *, sample: bool, trust: bool) -> None:
-        plan, (folder, file) = plan_of(run), find_checkpoint(run, checkpoint)
+    def __init__(
+        self, run: Path, checkpoint: str | os.PathLike[str] | None = None, *,
+        sample: bool = False, trust: bool = False, objects: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        plan, (folder, file) = replace(plan_of(run), objects=objects or {}), find_checkpoint(run, checkpoint)
         state = read_checkpoint(folder, file)
         self.run, self.plan, self.sample, self.trust = run, plan, sample, trust
-        if plan.policy_code and not trust:
+        if plan.policy_code and plan.config.policy not in plan.objects and not trust:
             plan.require_trust(run)
         facts = facts_in(run, plan.config)
         self.observation_space, self.action_space = facts.observation_space, facts.action_space
         self.groups = facts.groups
         with reading(folder / file):
             self.steps = int(state["steps"])
-            self._networks = networks_in(state, facts, plan.config)
+            self._networks = networks_in(state, facts, plan)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy acts without what its run was handed over."""
+        return {**vars(self), "plan": replace(self.plan, objects={})}
 
     @property
     def initial_state(self) -> dict[Any, torch.Tensor] | None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,7 +21,6 @@ from muster.algorithms.on_policy import OnPolicy
 from muster.algorithms.ppo_config import MAPPOConfig
 from muster.envs.groups import slots_of
 from muster.errors import DISK_FULL, UsageError
-from muster.recipes.named import env_named
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.evaluation import evaluate
 from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
@@ -28,6 +28,7 @@ from muster.training.console import TrainingDisplay, format_return, format_secon
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
 from muster.training.film import film_episode
+from muster.training.loggers import Loggers, log_film
 from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import RunEnvs, recipe_of, start_run_envs, start_said, state_of
@@ -37,8 +38,17 @@ from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 
 Result = TypeVar("Result")
+Callback = Callable[[dict[str, float]], Any]
+"""Gets the metrics of each iteration, by the columns of metrics.csv; what returns False ends the run."""
 
 SOLVED_OVER = 100  # episodes, as Gymnasium's thresholds are meant
+
+
+class Ended(NamedTuple):
+    """How a training has ended. stopped: the signal that ended it, None without."""
+
+    paths: list[Path]  # of its runs
+    stopped: signal.Signals | None
 
 
 @contextmanager
@@ -53,14 +63,14 @@ def start_algorithm(plan: TrainingPlan, console: Console) -> Iterator[OnPolicy[A
     if "cluster" in collectors:
         collectors["cluster"] = RayCluster(nodes=nodes, runtime_env={"working_dir": folder} if folder else None)
     with start_said(console, plan.config.num_envs, plan.options):
-        algorithm = _algorithm(env_named(plan.env), plan, collectors=collectors)
+        algorithm = _algorithm(plan.made_from, plan, collectors=collectors)
     with algorithm:
         yield algorithm
 
 
 def _algorithm(envs: Any, plan: TrainingPlan, **options: Any) -> OnPolicy[Any]:
-    config = plan.config
-    return MAPPO(envs, config, **options) if isinstance(config, MAPPOConfig) else PPO(envs, config, **options)
+    config, own, options = plan.config, plan.network, {**options, "device": plan.run.device}
+    return MAPPO(envs, config, own, **options) if isinstance(config, MAPPOConfig) else PPO(envs, config, own, **options)
 
 
 def train(
@@ -71,11 +81,12 @@ def train(
     run_dir: Path | None,
     resume: bool = False,
     learning_rate: float | None = None,
-) -> signal.Signals | None:
-    """Trains to the end, or until a signal of `StopSignals`, and then returns the signal.
+    callback: Callback | None = None,
+) -> Ended:
+    """Trains to the end, until a signal of `StopSignals`, or until the callback ends it.
 
-    The last complete iteration is saved in any case. While the disk is full the training goes on; where it still is at
-    the end, this raises the OSError that says so.
+    The last complete iteration is saved in any case, also where the callback raises. While the disk is full the
+    training goes on; where it still is at the end, this raises the OSError that says so.
 
     ppo: of `start_algorithm`.  run_dir: the run's folder, None for a new one in ``runs/``.
     resume: goes on with the run that is in ``run_dir``.
@@ -84,14 +95,16 @@ def train(
     path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
     with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
         before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
-        folder.write_config({**plan.to_dict(), "spaces": plain_of(ppo)})  # so that `load_policy` needs no env
+        config = {**plan.to_dict(), "spaces": plain_of(ppo)}  # so that `load_policy` needs no env
+        folder.write_config(config)
         noun = "collector" if plan.collectors else "worker"
         count = plan.collectors["num_collectors"] if plan.collectors else len(ppo.envs.stats()["workers"])
         begun = f", from step {ppo.steps:,}" if resume else ""
+        where = f" on {ppo.device}" if ppo.device.type != "cpu" or torch.cuda.is_available() else ""
         preset = f"preset {plan.preset}" + (f", but {plan.differences()}" if plan.differences() else "")
         console.print(
-            f"[bold]{escape(plan.name)}[/]  [dim]{plan.algorithm}, {plan.config.total_steps:,} steps{begun}, seed "
-            f"{plan.config.seed}, {plan.config.num_envs} envs on {count} {noun}{'s' * (count > 1)}, "
+            f"[bold]{escape(plan.name)}[/]  [dim]{plan.algorithm}{where}, {plan.config.total_steps:,} steps{begun}, "
+            f"seed {plan.config.seed}, {plan.config.num_envs} envs on {count} {noun}{'s' * (count > 1)}, "
             f"{escape(preset)}[/]",
             soft_wrap=True,
         )
@@ -103,7 +116,8 @@ def train(
         evaluations = None
         if apart is not None and plan.run.eval_every is not None:
             evaluations = Evaluations(ppo, apart, console, every=plan.run.eval_every, episodes=plan.run.eval_episodes)
-        return _train(ppo, plan, folder, console, evaluations, before_s)
+        with Loggers(folder, plan.run.log, console, config=config, steps=ppo.steps) as loggers:
+            return Ended([path], _train(ppo, plan, folder, console, evaluations, before_s, loggers, callback))
 
 
 def evaluate_run(
@@ -151,18 +165,28 @@ def evaluate_run(
 
 
 def film_run(
-    policy: RunPolicy, envs: RunEnvs, console: Console, path: Path, *, seed: int, max_steps: int | None
+    policy: RunPolicy, console: Console, path: Path, *, seed: int, max_steps: int | None
 ) -> signal.Signals | None:
-    """Films an episode that a run's policy plays in the one env of ``envs``, and says where the film lies.
+    """Films an episode that a run's policy plays in an env of the run, and says where the film lies.
 
     path, max_steps, and what it raises: as for `film_episode`. Returns as `evaluate_run`.
     """
-    film = partial(film_episode, envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
-    frames = _unless_stopped(film, console)
+    rendering: dict[str, Any] = {"env_kwargs": {"render_mode": "rgb_array"}, "autoreset_mode": "disabled"}
+    with start_run_envs(policy.plan, console, 1, **rendering) as envs:
+        film = partial(film_episode, envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
+        frames = _unless_stopped(film, console)
     if isinstance(frames, signal.Signals):
         return frames
     console.print(f"Filmed an episode of {frames - 1:,} steps: {escape(str(path))}", soft_wrap=True)
+    if "wandb" in policy.plan.run.log:
+        log_film(policy.run, path)
     return None
+
+
+def raised(stopped: signal.Signals | None) -> None:
+    """Sends a signal that has ended the work to this process again, now that nobody waits for it."""
+    if stopped is not None:
+        signal.raise_signal(stopped)
 
 
 def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | signal.Signals:
@@ -213,22 +237,31 @@ def _train(
     console: Console,
     evaluations: Evaluations | None,
     before_s: float,
+    loggers: Loggers,
+    callback: Callback | None,
 ) -> signal.Signals | None:
-    """Trains as `train` does. before_s: the seconds that the run had taken before."""
+    """Trains as `train` does, and returns the signal. before_s: the seconds that the run had taken before."""
     started = time.monotonic() - before_s
     checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
     disk, finished = Disk(console), False
 
-    def write(metrics: PPOMetrics | MAPPOMetrics, evaluation: Evaluation | None = None) -> None:
+    def row_of(metrics: PPOMetrics | MAPPOMetrics, evaluation: Evaluation | None = None) -> dict[str, float]:
         seconds = time.monotonic() - started
         speed = metrics.steps / seconds
         row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
         if evaluations is not None:
             row["eval_return"] = math.nan if evaluation is None else evaluation.mean_return
             row["eval_length"] = math.nan if evaluation is None else evaluation.mean_length
-        folder.append_metrics(row, charts(row))
+        return row
 
-    with StopSignals() as stop:
+    def write(row: dict[str, float]) -> None:
+        loggers.add(row)
+        folder.append_metrics(row, charts(row) if "tensorboard" in plan.run.log else None)
+
+    def log() -> None:
+        loggers.send(checkpoints.saved)
+
+    with StopSignals(saves=True) as stop:
         try:
             with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display, restarts_unwarned():
                 while ppo.steps < ppo.config.total_steps:
@@ -237,28 +270,39 @@ def _train(
                     losses = ppo.collector.last_losses
                     say_restarts(losses, console, begun_at=before, num_envs=ppo.config.num_envs)
                     judged = stop.call(evaluations.play) if evaluations is not None and evaluations.due() else None
-                    disk.tries(partial(write, metrics, judged), partial(checkpoints.save, ppo, judged))
+                    row = row_of(metrics, judged)
+                    save = partial(checkpoints.save, ppo, judged, now=stop.save_asked())
+                    disk.tries(partial(write, row), save, log)
                     evaluated = None if judged is None else judged.mean_return
                     display.update(metrics.steps, metrics.episodes.mean_return, evaluated=evaluated)
-            finished = True
+                    if callback is not None and stop.call(partial(callback, row)) is False:
+                        break
+                else:
+                    finished = True
         except STOPS as error:
             stop.said(error, console.print)
         finally:
             seconds = time.monotonic() - started
             # An iteration may end in the moment of the signal: checkpoint and CSV must agree.
-            last = [] if ppo.metrics is None else [partial(write, ppo.metrics)]
-            disk.tries(*last, partial(checkpoints.save, ppo, now=True))
+            last = [] if ppo.metrics is None else [partial(write, row_of(ppo.metrics))]
+            disk.tries(*last, partial(checkpoints.save, ppo, now=True), log)
             paths = (folder.metrics_path, folder.plot_path)
             plot = drawn(paths[1], partial(plot_learning_curve, *paths, title=plan.title, goal=_goal_of(ppo)))
             if not finished and disk.full is None:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
             if ppo.steps < ppo.config.total_steps:
-                command = f"muster train --resume {as_word(folder.path)}"
-                console.print(f"To go on: {escape(command)}", soft_wrap=True)
+                console.print(f"To go on: {escape(_command_to_go_on(plan, folder.path))}", soft_wrap=True)
         if disk.full is not None:
             raise disk.full
         _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=checkpoints.best)
     return None if finished else stop.number
+
+
+def _command_to_go_on(plan: TrainingPlan, run: Path) -> str:
+    if plan.objects:  # which are handed over again
+        return f"muster.train(..., resume={str(run)!r})"
+    trust = " --trust" if plan.code(logs=True) else ""  # nobody is asked off a terminal
+    return f"muster train --resume {as_word(run)}{trust}"
 
 
 class Disk:
@@ -297,7 +341,7 @@ def _print_result(
     if goal is not None:
         solved = mean_return >= goal and ended >= SOLVED_OVER
         over = "" if ended >= SOLVED_OVER else f" over {SOLVED_OVER} episodes"
-        result += f"  [green]solved (at {goal:,g})[/]" if solved else f"  [dim]solved at {goal:,g}{over}[/]"
+        result += f"  [green]solved (at {goal:,g})[/]" if solved else f"  [dim]the goal is {goal:,g}{over}[/]"
     best_path = escape(str(folder.path / BEST))
     lines = {
         "mean return": result,

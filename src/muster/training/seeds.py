@@ -20,11 +20,14 @@ from muster.training.run_folder import new_folder, require_none
 from muster.training.stopping import STOPS, StopSignals
 
 
-def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Path | None) -> signal.Signals | None:
+def train_seeds(
+    plan: TrainingPlan, count: int, console: Console, *, run_dir: Path | None, callback: runs.Callback | None = None
+) -> runs.Ended:
     """Trains ``count`` runs, from the plan's seed on, each in envs and in a folder ``seed<k>`` of its own.
 
     At the end, also where an error or a signal is the end of all, comparison.png has what there is.
     run_dir: the folder of these folders, None for a new one in ``runs/``.
+    callback: of each run.
     Returns as `runs.train`. Raises as that, and UsageError before anything where one of the folders holds a run.
     """
     seeds = range(plan.config.seed, plan.config.seed + count)
@@ -37,19 +40,21 @@ def train_seeds(plan: TrainingPlan, count: int, console: Console, *, run_dir: Pa
             for seed in seeds:
                 begun.append(parent / f"seed{seed}")
                 one = replace(plan, config=replace(plan.config, seed=seed))
-                stopped = stop.call(partial(_train_one, one, console, begun[-1]))
+                stopped = stop.call(partial(_train_one, one, console, begun[-1], callback))
                 if stopped is not None:
-                    return stopped
+                    return runs.Ended(begun, stopped)
         except STOPS as error:
             stop.said(error, console.print)
         finally:
             _print_result([run for run in begun if (run / "checkpoint.pt").exists()], parent, console)
-    return stop.number
+    return runs.Ended(begun, stop.number)
 
 
-def _train_one(plan: TrainingPlan, console: Console, run: Path) -> signal.Signals | None:
+def _train_one(
+    plan: TrainingPlan, console: Console, run: Path, callback: runs.Callback | None
+) -> signal.Signals | None:
     with runs.start_algorithm(plan, console) as ppo:
-        return runs.train(plan, ppo, console, run_dir=run)
+        return runs.train(plan, ppo, console, run_dir=run, callback=callback).stopped
 
 
 def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None:

@@ -1,6 +1,7 @@
-"""Ctrl-C, SIGTERM, SIGHUP and SIGQUIT: each ends the work, and never the saving of it.
+"""Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the work, and never the saving of it. SIGUSR1 and SIGUSR2 ask for the saving.
 
-Slurm, Docker and ``timeout`` send SIGTERM, a terminal or a connection that closes SIGHUP, and Ctrl-\\ SIGQUIT.
+Slurm, Docker and ``timeout`` send SIGTERM, a terminal or a connection that closes SIGHUP, and Ctrl-\\ SIGQUIT. Slurm
+sends a signal of the user's choice some time before a job ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from muster.errors import EnvError, WorkerError
+from muster.pool.worker_process import USER_SIGNALS
 
 T = TypeVar("T")
 
@@ -35,11 +37,13 @@ class StopSignals:
     Signals that the program ignores, or handles itself, stay with that; so do those of processes that envs fork. A
     block within another one receives them alone.
 
+    saves: SIGUSR1 and SIGUSR2 are noted, too, for `save_asked`.
     number: of the signal that came first, None while there was none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = False) -> None:
         self.number: signal.Signals | None = None
+        self._saves, self._save_asked = saves, False
         self._may_raise = False
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
@@ -61,6 +65,11 @@ class StopSignals:
         finally:
             # A signal before this line still raises here; there is no second one that could raise later.
             self._may_raise = False
+
+    def save_asked(self) -> bool:
+        """Whether a signal has asked for a save since this was last asked."""
+        asked, self._save_asked = self._save_asked, False
+        return asked
 
     def caused(self, error: BaseException) -> bool:
         """Whether a signal ended the work. error: one of STOPS; a signal to a whole group may reach workers first."""
@@ -84,11 +93,17 @@ class StopSignals:
                 handler = signal.getsignal(number)
                 if handler == default or isinstance(getattr(handler, "__self__", None), StopSignals):
                     self._before[number] = signal.signal(number, self._receive)
+            for number in USER_SIGNALS if self._saves else ():
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN):
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._save_asked = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:

@@ -1,0 +1,101 @@
+"""`muster.train`: the command ``muster train`` for Python, with the same options."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from muster.errors import ConfigError
+from muster.extras import imports_for
+from muster.introspection import type_name
+from muster.recipes.named import name_of
+
+with imports_for("muster.train needs", "muster-rl[train]", "torch", "tensordict", "rich", "tensorboard", "matplotlib"):
+    from torch import nn
+
+    from muster.algorithms import PPOConfig
+    from muster.command_line.train_plan import OPTIONS, order_of, read_run_file, values_in
+    from muster.training.run import Run
+    from muster.training.runs import Callback, raised
+
+
+def train(
+    env: str | Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | PPOConfig | str | os.PathLike[str] | None = None,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+    policy: Any = None,
+    callback: Callback | None = None,
+    **options: Any,
+) -> Any:
+    """Trains PPO, or MAPPO where an env has agents, as ``muster train`` does, and returns the `Run`.
+
+    With the same values both leave the same weights and the same metrics. What is left out has the value of the preset
+    for the env's kind. ``run.path`` is the folder, ``run.metrics`` has its columns, ``run.policy`` acts, ``run.plot()``
+    is a figure, and ``run.film()`` a film.
+
+    Args:
+        env: An env id, ``module:factory``, ``file.py:factory``, or a function or class that makes one env. None with
+            ``resume``, where a name leads to the run's env.
+        config: Options by their names; a PPOConfig or MAPPOConfig, all of whose values count; or the path of a TOML
+            file.
+        run_dir: The run's folder; None for a new one in ``runs/``.
+        seed: The same seed gives the same run; None for that of ``config``, or 0.
+        policy: "feedforward", "gru", the name of a function as ``--policy`` has it, a network, which is trained itself,
+            or a function that makes one of the observation and the action space: see `PolicyNetwork`.
+        callback: Is called with the metrics of each iteration once they are saved, a dict by the columns of
+            metrics.csv. Where it returns False, or raises, the run ends, and is saved.
+        **options: The other options of the command by their names, such as ``total_steps``, ``num_envs``,
+            ``env_kwargs``, ``wrappers``, ``eval_every`` and ``num_workers``. They count before ``config``.
+            ``resume=run.path`` goes on with a run; objects that it was given are handed over again. With ``seeds=3``
+            there are three runs, of which a list is returned.
+
+    Raises ConfigError for bad values, UsageError where the run cannot begin there or the network cannot be trained,
+    what envs and the callback raise, and KeyboardInterrupt after Ctrl-C. What was reached is saved in any case.
+    """
+    if config is None or isinstance(config, Mapping):
+        table = dict(config or {})
+    elif isinstance(config, (str, os.PathLike)):
+        table = read_run_file(Path(config))
+    elif isinstance(config, PPOConfig):
+        table = asdict(config)
+    else:
+        raise ConfigError("config", "a dict of options, a PPOConfig, or the path of a TOML file", config)
+    named = {"env": env, "run_dir": run_dir, "seed": seed, "policy": policy}
+    table |= {**options, **{name: one for name, one in named.items() if one is not None}}
+    objects: dict[str, Any] = {}
+
+    def name(option: str, one: Any) -> str:
+        if isinstance(one, str):
+            return one
+        if not callable(one):
+            raise ConfigError(option, "a name, or something that can be called", one)
+        written = name_of(one)
+        while objects.setdefault(written, one) is not one:  # two lambdas of one module
+            written = f"{written[:-1]}, another>"
+        return written
+
+    around = table.pop("wrappers", table.pop("wrapper", ()))
+    around = [around] if isinstance(around, str) or callable(around) else around
+    table["wrapper"] = tuple(name("wrappers", one) for one in around)
+    table |= {option: name(option, table[option]) for option in ("env", "policy") if option in table}
+    values = values_in(table, [name for name in OPTIONS if name not in ("config", "resume_or_begin")])
+    try:
+        as_kept = json.loads(json.dumps(dict(values.get("env_kwargs", {}))))
+    except (TypeError, ValueError):
+        as_kept = None
+    if as_kept != values.get("env_kwargs", {}):
+        expected = "values that JSON has, for runs that go on; as env, functools.partial(make_env, ...) may hold others"
+        raise ConfigError("env_kwargs", expected, values["env_kwargs"])
+    if "seeds" in values and isinstance(own := objects.get(values.get("policy", "")), nn.Module):
+        raise ConfigError("policy", "with seeds a function, which makes a network for each run", type_name(own))
+    order = order_of(values, objects)
+    ended = order.carry_out(callback)
+    raised(ended.stopped)
+    found = [Run(path, objects) for path in ended.paths]
+    return found[0] if order.seeds is None else found

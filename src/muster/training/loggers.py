@@ -1,0 +1,161 @@
+"""Where a run's metrics go besides metrics.csv and TensorBoard: to Weights & Biases, and to functions of the user's."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from muster.errors import UsageError, printable
+from muster.extras import imports_for
+from muster.recipes.named import callable_named
+from muster.training.run_folder import (
+    GrowingFile,
+    RunFolder,
+    has_file,
+    holder_of,
+    read_file,
+    reading,
+    replace_file,
+)
+
+LOGGED = "logged.jsonl"  # a line for each time that a logger has come further
+_SEGMENT = "offline-run-"  # how the folders of wandb's offline records begin
+
+
+class Loggers:
+    """Hands the rows of a run to its loggers, each row once and in order. For use in a ``with`` block.
+
+    A logger takes no row back, so a row waits until a checkpoint holds it. What raises is said once, and gets its rows
+    again after the next checkpoint. A run that goes on hands over what its loggers have not received.
+
+    names: as in `RunOptions.log`.  config: what wandb shows of the run.  steps: those that the run had made before.
+    Raises what their imports raise, and UsageError where wandb cannot start.
+    """
+
+    def __init__(
+        self, folder: RunFolder, names: Sequence[str], console: Console, *, config: Mapping[str, Any], steps: int
+    ) -> None:
+        self._run, self._console, self._last = folder.path, console, steps
+        self._marks = {name: mark for name, mark in _read_marks(self._run).items() if steps or not mark["steps"]}
+        self._failed = set[str]()
+        self._wandb: Any = None
+        others = [name for name in names if name not in ("csv", "tensorboard")]
+        rows = folder.metrics() if others else []
+        self._calls: dict[str, Callable[[dict[str, float]], object]]
+        self._calls = {name: callable_named(name) for name in others if name != "wandb"}
+        if "wandb" in others:
+            self._calls["wandb"] = self._start_wandb(config)
+        first = {name: self._marks.get(name, {"steps": 0})["steps"] for name in others}
+        self._waiting = {name: deque(row for row in rows if row["steps"] > first[name]) for name in others}
+        if others:
+            lines = [json.dumps({"logger": name, **mark}) + "\n" for name, mark in self._marks.items()]
+            replace_file(self._run, LOGGED, "".join(lines).encode())
+            self._file = GrowingFile(self._run, LOGGED)
+
+    def _start_wandb(self, config: Mapping[str, Any]) -> Callable[[dict[str, float]], object]:
+        mark = self._marks.setdefault("wandb", {"steps": 0, "id": secrets.token_hex(4), "open": ""})
+        # Records of a run that was killed lack what wandb had not written yet: the next ones have all of their rows.
+        if re.fullmatch(rf"{_SEGMENT}[\w-]+", mark["open"]):  # and no other path that a file from elsewhere names
+            with suppress(FileNotFoundError), holder_of(self._run, f"wandb/{mark['open']}") as (holder, last):
+                shutil.rmtree(last, dir_fd=holder)
+        run = self._wandb = wandb_run(self._run, mark["id"], config=dict(config))
+        mark["open"] = Path(run.dir).parent.name
+        mark["steps"] = max(mark["steps"], run.step - 1)  # what the server has
+        is_offline = mark["open"].startswith(_SEGMENT)
+        where = f"wandb sync {Path(run.dir).parent}, once the run has ended" if is_offline else run.url
+        self._console.print(f"[dim]wandb: {escape(str(where))}[/]", soft_wrap=True)
+        return lambda row: run.log(row, step=int(row["steps"]))
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Notes a row of metrics.csv, unless it has been noted."""
+        if row["steps"] > self._last:
+            self._last = int(row["steps"])
+            for waiting in self._waiting.values():
+                waiting.append({name: value for name, value in row.items() if not math.isnan(value)})
+
+    def send(self, steps: int) -> None:
+        """Hands over the rows up to ``steps``, which a checkpoint holds. Raises OSError for a full disk."""
+        for name, call in self._calls.items():
+            waiting = self._waiting[name]
+            while waiting and waiting[0]["steps"] <= steps and self._tries(name, call, dict(waiting[0])):
+                reached = waiting.popleft()["steps"]
+                if name != "wandb":  # which has them when it has finished
+                    self._mark(name, steps=reached)
+
+    def _tries(self, name: str, call: Callable[..., object], *arguments: Any) -> bool:
+        """Whether the call succeeds; says the first time that one does not."""
+        try:
+            call(*arguments)
+            return True
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"the logger {name} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
+            then = "metrics.csv has all rows, and this logger is tried again after each checkpoint."
+            if name not in self._failed:
+                self._console.print(f"[yellow]{escape(printable(said))}. {then}[/]", soft_wrap=True)
+            self._failed.add(name)
+            return False
+
+    def _mark(self, name: str, **changed: Any) -> None:
+        mark = self._marks[name] = {**self._marks.get(name, {}), **changed}
+        self._file.add((json.dumps({"logger": name, **mark}) + "\n").encode())
+        self._file.write_out()
+
+    def __enter__(self) -> Loggers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._wandb is not None and self._tries("wandb", self._wandb.finish):
+            next_row = self._waiting["wandb"][0]["steps"] if self._waiting["wandb"] else self._last + 1
+            self._mark("wandb", open="", steps=next_row - 1)
+        if self._calls:
+            self._file.close()
+
+
+def log_film(run: Path, film: Path) -> None:
+    """Adds a film to the wandb run of the run in the folder ``run``, where it has one. Raises as `wandb_run`."""
+    mark = _read_marks(run).get("wandb")
+    if mark is not None:
+        logged = wandb_run(run, mark["id"])
+        import wandb
+
+        logged.log({"film": wandb.Video(str(film), format="mp4")}, step=max(logged.step, mark["steps"] + 1))
+        logged.finish()
+
+
+def wandb_run(run: Path, run_id: str, **options: Any) -> Any:
+    """The wandb run of that id, in the folder ``run``. Raises ImportError without wandb, UsageError where it fails."""
+    with imports_for("--log wandb needs", "muster-rl[loggers]", "wandb"):
+        import wandb
+    project, quiet = os.environ.get("WANDB_PROJECT", "muster"), wandb.Settings(console="off", silent=True)
+    options |= {"project": project, "dir": run, "id": run_id, "name": run.resolve().name, "settings": quiet}
+    try:
+        return wandb.init(**options, resume="allow")
+    except wandb.Error as error:
+        raise UsageError(f"wandb does not start: {error}. Log in, or set WANDB_MODE=offline") from None
+
+
+def _read_marks(run: Path) -> dict[str, dict[str, Any]]:
+    """How far each logger of the run has come: its last line that is whole."""
+    if not has_file(run, LOGGED):
+        return {}
+    with reading(run / LOGGED):
+        lines = read_file(run, LOGGED).decode().rpartition("\n")[0].splitlines()
+        marks = {str(mark.pop("logger")): mark for mark in map(json.loads, lines)}
+        for name, mark in marks.items():
+            mark |= {"steps": int(mark["steps"])}
+            mark |= {key: str(mark[key]) for key in ("id", "open") if name == "wandb"}
+        return marks
