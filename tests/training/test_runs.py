@@ -298,7 +298,7 @@ def test_eval_films_an_episode(tmp_path: Path):
     assert (refused.exit_code, refused.stdout) == (1, "")  # before an episode is played
 
 
-@pytest.mark.parametrize(("steps", "said"), [("512", "solved at 5 over 100 episodes"), ("1024", "solved (at 5)")])
+@pytest.mark.parametrize(("steps", "said"), [("512", "the goal is 5 over 100 episodes"), ("1024", "solved (at 5)")])
 def test_a_run_is_not_solved_before_100_episodes(tmp_path: Path, steps: str, said: str):
     gym.register("Goal-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=7, reward_threshold=5.0)
     try:
