@@ -33,8 +33,18 @@ sys.stdin.read()
 """
 
 
+# A daemon that no Python code watches, with a pid file.
+_DAEMON = """
+if [ -e "$0/sim.pid" ]; then echo "simulator runs already, see sim.pid"; exit 1; fi
+echo $$ > "$0/sim.pid"
+echo ready >&3
+read end
+rm "$0/sim.pid"
+"""
+
+
 class Served(Patient):
-    """Has a server on a port. waits: for ever, where that has ended; else it says so."""
+    """Has a server on a port. waits: for ever, where that has ended; else it says so, and of UDP it learns nothing."""
 
     def __init__(self, port: int, kind: str = "tcp", server_bytes: int = 0, waits: bool = False) -> None:
         super().__init__()
@@ -44,7 +54,10 @@ class Served(Patient):
         os.close(to_env)
         has_started = os.read(ready, 1)
         os.close(ready)
-        if not has_started:
+        if kind == "udp":
+            self.client = socket.socket(type=socket.SOCK_DGRAM)
+            self.client.sendto(b"hello", ("127.0.0.1", port))
+        elif not has_started:
             time.sleep(1000 * waits)
             raise RuntimeError("the simulator has ended")
 
@@ -79,6 +92,24 @@ class Single(Patient):
 
     def close(self) -> None:
         self.pid_file.unlink()
+
+
+class Daemon(Patient):
+    """Has a daemon that refuses to start where another one's pid file is."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        ready, to_env = os.pipe()
+        command = f"exec 3>&{to_env}; {_DAEMON}"
+        self.daemon = subprocess.Popen(["bash", "-c", command, folder], pass_fds=[to_env], stdin=subprocess.PIPE)
+        os.close(to_env)
+        has_started = os.read(ready, 1)
+        os.close(ready)
+        if not has_started:
+            raise RuntimeError("the daemon has ended")
+
+    def close(self) -> None:
+        self.daemon.communicate()
 
 
 class Recording(Patient):

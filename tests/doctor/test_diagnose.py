@@ -24,8 +24,8 @@ from patients import Patient, Sharing, Shelling, Starting, make_existing, make_p
 import muster
 from muster.doctor import Diagnosis, Finding, Measurements, trials
 from muster.doctor.advice import Candidate, Verdict, candidates, name_of_spec, spec_of, unbuildable
+from muster.doctor.diagnosing import Subject, pick, try_contexts, try_lines
 from muster.doctor.diagnosing import _source as source_of
-from muster.doctor.diagnosing import _Subject, pick, try_contexts, try_lines
 from muster.doctor.findings import about_behaviour, about_pair, about_replay, about_start_methods
 from muster.doctor.fixes import NO_FIX
 from muster.envs import resolve_foreign_id
@@ -109,9 +109,9 @@ def test_the_lines_that_suit_are_run_and_the_fastest_is_recommended(healthy):
     assert all(f"{one.steps_per_s:,.0f}  {one.line.removeprefix('envs = ')}" in str(healthy) for one in healthy.tried)
 
 
-def subject_of(trait: str, timeout_s: float = 20.0) -> _Subject:
+def subject_of(trait: str, timeout_s: float = 20.0) -> Subject:
     findings: list[Finding] = []
-    return _Subject.of(make_recipes(make_patient, 1, {"trait": trait})[0], timeout_s, findings)
+    return Subject.of(make_recipes(make_patient, 1, {"trait": trait})[0], timeout_s, findings)
 
 
 def lines_for(num_envs: int) -> list[Candidate]:
@@ -162,7 +162,7 @@ def test_a_shared_object_that_hangs_in_a_fork_is_cut_off():
 
     recipe = make_recipes(hanging, 1, {"lock": threading.Lock()})[0]
     verdict = Verdict("make_env", {}, 2, travels=False, tried={"fork": None})
-    subject = _Subject(recipe, Trials([recipe], 1.0), "", "")
+    subject = Subject(recipe, Trials([recipe], 1.0), "", "")
     tried, _ = try_lines(candidates(verdict, Measurements()), subject, None, 0.1)
     assert [one.problem for one in tried] == ["building many of it, it hung for 1 s"] * 3
 
@@ -286,8 +286,7 @@ def test_a_trial_that_never_started_is_not_held_against_the_env():
 
 def test_what_hangs_at_once_is_not_tried_with_every_start_method():
     hung = TrialOutcome(stage="building it", how="hung for 3 s", hung=True)
-    recipe = make_recipes(make_patient, 1, {"trait": "hangs at once"})[0]
-    assert try_contexts(recipe, 3.0, True, hung) == {}
+    assert try_contexts(subject_of("hangs at once"), hung) == {}
     assert about_start_methods({}, known=True) == []
     assert "building it, the env hung" in about_behaviour(hung)[0].text
 

@@ -15,8 +15,8 @@ from patients import make_patient
 import muster
 import programs
 from muster.doctor import Diagnosis, Finding, Measurements, Soak, SoakedQuantity
+from muster.doctor.diagnosing import Subject
 from muster.doctor.diagnosing import _soak as soak_if_it_works
-from muster.doctor.diagnosing import _Subject
 from muster.doctor.soak import judge_soak, run_soak
 from muster.envs import resolve_foreign_id
 from muster.errors import ConfigError
@@ -206,7 +206,7 @@ def test_a_time_that_is_none_is_refused(soak_s: Any) -> None:
 
 
 def test_an_env_that_cannot_be_stepped_is_not_soaked() -> None:
-    subject = _Subject.of(make_recipes(make_patient, 1)[0], 60.0, [])
+    subject = Subject.of(make_recipes(make_patient, 1)[0], 60.0, [])
     soak, (finding,) = soak_if_it_works(Diagnosis("x", (), Measurements(), None), subject, 60.0)
     assert soak is None
     assert finding.text == "not soaked: it cannot be stepped, see above"

@@ -15,7 +15,7 @@ from muster.doctor.diagnosis import Diagnosis, Measurements
 from muster.doctor.targets import about_import, import_code, judge_target, policy_factory_of
 from muster.extras import require
 from muster.pool.launcher_client import LauncherClient
-from muster.pool.notices import say
+from muster.pool.notices import say, starts_unsaid
 from muster.recipes.named import callable_named, env_named
 
 
@@ -27,10 +27,11 @@ def _progress() -> Iterator[Callable[[str], None]]:
         return
 
     def show(text: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+        sys.stderr.write(f"\x1b[K{text[: shutil.get_terminal_size().columns - 1]}\r")  # other lines take its place
         sys.stderr.flush()
 
-    yield show
+    with starts_unsaid():
+        yield show
     show("")
 
 

@@ -214,23 +214,25 @@ def _parallel_env(verdict: Verdict, num_envs: int, options: Mapping[str, Any]) -
 
 
 def _kwargs(verdict: Verdict) -> str:
-    """The arguments as code to paste, those of the fix included; "" where there are none."""
+    """The arguments as code to paste, those of the fix included; "" where there are none.
+
+    "env_kwargs", their likely name, stands for those that no literal makes again.
+    """
     fixed = verdict.fix.arguments
     left = {name: value for name, value in verdict.env_kwargs.items() if name not in fixed}
-    if not fixed:
-        return _literal(left) if left else ""
-    shown = _literal(left)
-    others = [f"**{shown}"] if shown == "env_kwargs" else [shown[1:-1]] if left else []
-    return f"{{{', '.join(others + [f'{name!r}: {code}' for name, code in fixed.items()])}}}"
+    items = [f"{name!r}: {value!r}" for name, value in left.items()]
+    if not _is_literal(left):
+        if not fixed:
+            return "env_kwargs"
+        items = ["**env_kwargs"]
+    items += [f"{name!r}: {code}" for name, code in fixed.items()]
+    return f"{{{', '.join(items)}}}" if items else ""
 
 
-def _literal(env_kwargs: Mapping[str, Any]) -> str:
-    """The arguments as a literal to paste; "env_kwargs", their likely name, where no literal makes them again."""
-    if not all(map(is_plain, env_kwargs.values())):
-        return "env_kwargs"
-    text = repr(dict(env_kwargs))
-    try:
-        again = ast.literal_eval(text) if len(text) <= _LONGEST_REPR else None
-    except (ValueError, SyntaxError):  # the repr of an array is no literal
-        again = None
-    return text if again == dict(env_kwargs) else "env_kwargs"
+def _is_literal(env_kwargs: Mapping[str, Any]) -> bool:
+    """Whether the arguments' repr, as code, makes them again."""
+    if not all(map(is_plain, env_kwargs.values())) or len(text := repr(env_kwargs)) > _LONGEST_REPR:
+        return False
+    with contextlib.suppress(ValueError, SyntaxError):  # the repr of an array is no literal
+        return bool(ast.literal_eval(text) == env_kwargs)
+    return False

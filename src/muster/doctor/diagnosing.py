@@ -120,7 +120,7 @@ def diagnose(
 
 
 @dataclass(frozen=True)
-class _Subject:
+class Subject:
     """The env that is diagnosed.
 
     trials: of one of it; in forks, where its recipe cannot be sent.  shared: what it shares with this process, in
@@ -143,7 +143,7 @@ class _Subject:
         return isinstance(self.trials.recipes, bytes)
 
     @classmethod
-    def of(cls, recipe: Recipe, timeout_s: float, found: list[Finding]) -> _Subject:
+    def of(cls, recipe: Recipe, timeout_s: float, found: list[Finding]) -> Subject:
         """Packs the recipe. found: receives what is found."""
         packed = _pack(recipe, found)
         hazards = fork_hazards(recipe.parts()) if packed is None else []
@@ -162,7 +162,7 @@ def _diagnose_env(
     seconds: float,
     target: str,
     progress: Callable[[str], None],
-) -> tuple[Diagnosis, _Subject | None]:
+) -> tuple[Diagnosis, Subject | None]:
     found: list[Finding] = []
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
@@ -173,18 +173,15 @@ def _diagnose_env(
             return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), line), None
     if is_env(env):
         found.append(_about_instance(env))
-    subject = replace(_Subject.of(pair[0], timeout, found), say=progress)
-    env_trials, travels, shared = subject.trials, subject.travels, subject.shared
-    behaviour, limit_s = TrialOutcome(), timeout
+    subject = replace(Subject.of(pair[0], timeout, found), say=progress)
+    travels, shared, behaviour = subject.travels, subject.shared, TrialOutcome()
     if travels and not shared:
         progress("trying one env alone")
         started = time.monotonic()
-        alone = watched(env_trials, trials.behaviour)
-        behaviour = alone.outcome
+        behaviour = watched(subject.trials, trials.behaviour)
         limit_s = min(timeout, max(LEAST_S, round(TIMES_ALONE * (time.monotonic() - started), 1)))
-        env_trials = replace(env_trials, stage_timeout_s=limit_s)
-        subject = replace(subject, trials=env_trials, longest_s=timeout)
-    tried = try_contexts(subject.recipe, limit_s, travels, behaviour, once=bool(shared), say=progress)
+        subject = replace(subject, trials=replace(subject.trials, stage_timeout_s=limit_s), longest_s=timeout)
+    tried = try_contexts(subject, behaviour)
     if shared:
         found.append(findings.about_sharing(shared))
     found += findings.about_behaviour(behaviour)
@@ -200,32 +197,27 @@ def _diagnose_env(
     elif "rows" in behaviour.results:
         rows, is_run = behaviour.results["rows"], True
         progress("trying the same seed in another process")
-        again = watched(env_trials, trials.replay, hash_seed=_REPLAY_HASH_SEED, rows=rows)
-        found += findings.about_replay(behaviour, again.outcome)
-        conflicts = find_conflicts(env_trials, subject.recipe, (alone, again), env, progress, verdict.of_torchrl)
+        again = watched(subject.trials, trials.replay, hash_seed=_REPLAY_HASH_SEED, rows=rows)
+        found += findings.about_replay(behaviour, again)
+        conflicts = find_conflicts(subject.trials, (behaviour, again), progress, verdict.of_torchrl)
         found += conflicts.findings()
         verdict.fix = conflicts.fix or NO_FIX
         subject = replace(subject, fix=verdict.fix)
         verdict.collides = conflicts.fails and conflicts.fix is None
         verdict.alone |= bool(verdict.fix.variables)  # of a worker, and of no env in it
         if not verdict.fix.variables:
-            together = _try_in_one_process(pair, limit_s, behaviour, verdict, found, progress)
+            together = _try_in_one_process(pair, subject, behaviour, verdict, found)
     begun = Diagnosis(target, tuple(found), _measured(behaviour.results, together.results), None)
     return _advised(begun, verdict, subject, seconds if is_run else None), subject
 
 
 def _try_in_one_process(
-    pair: Sequence[Recipe],
-    limit_s: float,
-    behaviour: TrialOutcome,
-    verdict: Verdict,
-    found: list[Finding],
-    progress: Callable[[str], None],
+    pair: Sequence[Recipe], subject: Subject, behaviour: TrialOutcome, verdict: Verdict, found: list[Finding]
 ) -> TrialOutcome:
     """The trial of two in one process; what it shows is added to the verdict and the findings."""
-    progress("trying two of it in one process")
+    subject.say("trying two of it in one process")
     packed = pack_for_trials([verdict.fix.apply(one)[0] for one in pair], "spawn")
-    side_by_side = try_side_by_side(Trials(packed, limit_s), behaviour.results["rows"])
+    side_by_side = try_side_by_side(replace(subject.trials, recipes=packed), behaviour.results["rows"])
     if not (verdict.collides and side_by_side.disturbed):
         found.append(findings.about_pair(side_by_side, behaviour.results.get("step_median_s")))
     verdict.alone = verdict.alone or side_by_side.disturbed is not None
@@ -233,7 +225,7 @@ def _try_in_one_process(
     return side_by_side.together
 
 
-def _advised(begun: Diagnosis, verdict: Verdict, subject: _Subject, run_s: float | None) -> Diagnosis:
+def _advised(begun: Diagnosis, verdict: Verdict, subject: Subject, run_s: float | None) -> Diagnosis:
     """The diagnosis, with the line that is recommended. run_s: how long each is run; None where none is."""
     found, measured = begun.findings, begun.measured
     lines = candidates(verdict, measured)
@@ -253,7 +245,7 @@ def _advised(begun: Diagnosis, verdict: Verdict, subject: _Subject, run_s: float
 
 
 def try_lines(
-    lines: Sequence[Candidate], subject: _Subject, build_s: float | None, run_s: float
+    lines: Sequence[Candidate], subject: Subject, build_s: float | None, run_s: float
 ) -> tuple[list[TriedLine], list[TrialOutcome]]:
     """The lines, each with its env steps a second or its problem, and the outcomes of the trials that were run.
 
@@ -301,7 +293,7 @@ def pick(lines: Sequence[Candidate], tried: Sequence[TriedLine]) -> Recommendati
     return replace(lines[speeds.index(best)].advice, steps_per_s=best or None)
 
 
-def _soak(diagnosis: Diagnosis, subject: _Subject | None, soak_s: float) -> tuple[Soak | None, list[Finding]]:
+def _soak(diagnosis: Diagnosis, subject: Subject | None, soak_s: float) -> tuple[Soak | None, list[Finding]]:
     """Soaks an env that the `diagnosis` has found to work; returns the soak and its verdicts."""
     measured, tried = diagnosis.measured, diagnosis.tried
     if subject is not None and subject.shared:
@@ -358,46 +350,39 @@ def _pack(recipe: Recipe, found: list[Finding]) -> bytes | None:
     return packed
 
 
-def try_contexts(
-    recipe: Recipe,
-    timeout_s: float,
-    travels: bool,
-    behaviour: TrialOutcome,
-    *,
-    once: bool = False,
-    say: Callable[[str], None] = lambda stage: None,
-) -> dict[str, str | None]:
+def try_contexts(subject: Subject, behaviour: TrialOutcome) -> dict[str, str | None]:
     """The problem that ended a worker, by start method; None where it stepped. Methods that would hang are left out.
 
-    once: no method is tried after the first one that starts a worker.
+    Where the env shares something with this process, no method is tried after the first one that starts a worker.
     """
     tried: dict[str, str | None] = {}
     if behaviour.hung and behaviour.stage in _BEFORE_STEPS:
         return tried
     for context in CONTEXTS:
-        say(f"trying a worker by {context}")
-        tried[context] = _try_context(recipe, context, timeout_s, travels)
-        if (behaviour.hung and tried[context] is not None) or (once and (travels or context == "fork")):
+        subject.say(f"trying a worker by {context}")
+        tried[context] = _try_context(subject, context)
+        started = subject.travels or context == "fork"
+        if (behaviour.hung and tried[context] is not None) or (subject.shared and started):
             break
     return tried
 
 
-def _try_context(recipe: Recipe, context: str, timeout_s: float, travels: bool) -> str | None:
+def _try_context(subject: Subject, context: str) -> str | None:
     """The problem that ended a worker started for real; None if it stepped.
 
     A recipe that does not travel can still be inherited, though forked workers must not use every object in it.
     """
-    if not travels:
+    if not subject.travels:
         if context != "fork":
             return "the recipe cannot be sent to its workers, see above"
-        if hazards := fork_hazards(recipe.parts()):
+        if hazards := fork_hazards(subject.recipe.parts()):
             found = f"{hazards[0].path}: {hazards[0].reason}"
             return f"workers would inherit what they must not use: {found}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            limits = dict.fromkeys(("start_timeout", "step_timeout", "close_timeout"), timeout_s)
-            with make_envs(recipe, 1, context=context, **limits) as envs:
+            limits = dict.fromkeys(("start_timeout", "step_timeout", "close_timeout"), subject.trials.stage_timeout_s)
+            with make_envs(subject.recipe, 1, context=context, **limits) as envs:
                 envs.reset(seed=0)
                 envs.step(envs.sample_actions())
         except Exception as error:  # a KeyboardInterrupt or SystemExit that the env raises arrives as an EnvError

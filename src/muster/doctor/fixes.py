@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -12,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import _find_spec, load_env_creator
 
 from muster.doctor.held import PORTS, Held
+from muster.recipes.gymnasium_ids import MakeGym
 from muster.recipes.recipe import Recipe
 
 _MOST_FIXES = 4
@@ -54,23 +56,29 @@ class Fix:
 NO_FIX = Fix()
 
 
-def arguments_of(form: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The env's arguments, by name: defaults, those of a spec, and those that the user gives."""
-    spec = form if isinstance(form, EnvSpec) else None
-    entry = form if spec is None else spec.entry_point
-    if isinstance(entry, str):
-        module, _, name = entry.partition(":")
-        entry = getattr(sys.modules.get(module), name, None)
-    try:
-        parameters = inspect.signature(entry).parameters.values() if callable(entry) else ()
-    except (TypeError, ValueError):
-        parameters = ()
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
-    return {**defaults, **({} if spec is None else spec.kwargs), **kwargs}
+def arguments_of(recipe: Recipe) -> dict[str, int | str]:
+    """The env's arguments that are numbers, text or paths: defaults, those of a spec, and those that the user gives.
+
+    Imports the module of an id.
+    """
+    entry_point: Any = recipe.factory
+    given = recipe.kwargs
+    if isinstance(entry_point, MakeGym):
+        spec = _find_spec(entry_point.target) if isinstance(entry_point.target, str) else entry_point.target
+        entry_point, given = spec.entry_point, {**spec.kwargs, **given}
+    if isinstance(entry_point, str):
+        entry_point = load_env_creator(entry_point)
+    defaults: dict[str, Any] = {}
+    with contextlib.suppress(TypeError, ValueError):  # builtins without a signature
+        defaults = {one.name: one.default for one in inspect.signature(entry_point).parameters.values()}
+    plain = {
+        name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in {**defaults, **given}.items()
+    }
+    return {name: value for name, value in plain.items() if type(value) in (int, str)}
 
 
 def fixes_for(
-    wanted: Sequence[Held], arguments: Mapping[str, Any], arguments_alone: bool
+    wanted: Sequence[Held], arguments: Mapping[str, int | str], arguments_alone: bool
 ) -> Iterator[tuple[Fix, list[Held]]]:
     """Fixes to try, those of arguments first, each with what it is to give each env of its own."""
     ports = {kind: [int(one.name) for one in wanted if one.kind == kind] for kind in PORTS}
@@ -83,7 +91,7 @@ def fixes_for(
 
 
 def _ways(
-    one: Held, ports: Sequence[int], arguments: Mapping[str, Any], arguments_alone: bool
+    one: Held, ports: Sequence[int], arguments: Mapping[str, int | str], arguments_alone: bool
 ) -> Iterator[tuple[str, str, str]]:
     """Ways to give each env its own: "argument" or "variable", with its name and code."""
     for name, value in arguments.items():
@@ -101,36 +109,38 @@ def _ways(
                 yield "variable", name, "tempfile.mkdtemp()"
 
 
-def _code(one: Held, value: Any, ports: Sequence[int], index: str) -> str | None:
+def _code(one: Held, value: int | str, ports: Sequence[int], index: str) -> str | None:
     """Code for a value as that of an argument, of which each env has another; None where it does not name the thing.
 
     ports: all of its kind that both want.  index: code for the env's.
     """
     if one.kind in PORTS:
         return _code_of_port(int(one.name), value, ports, index)
-    if not isinstance(value, (str, os.PathLike)) or len(text := os.fsdecode(value)) < 2:
+    if isinstance(value, int) or len(value) < 2:
         return None
-    path, whole = one.name.lstrip("@"), os.path.abspath(text)
+    path, whole = one.name.lstrip("@"), os.path.abspath(value)
     # A database has its journal beside it.
-    if not path.startswith(whole) and text.lstrip("/") not in os.path.basename(path):
+    if not path.startswith(whole) and value.lstrip("/") not in os.path.basename(path):
         return None
-    root, suffix = os.path.splitext(text)
+    root, suffix = os.path.splitext(value)
     number = re.search(r"\d+$", root) if one.kind == "device" else None
     if number is not None:  # the next one of its kind
-        return _f_string(root[: number.start()], f"{int(number[0])} + {index}", suffix)
+        return _f_string(root[: number.start()], f"{int(number[0])} + {index}".removeprefix("0 + "), suffix)
     return _f_string(f"{root}-", index, suffix)
 
 
-def _code_of_port(port: int, value: Any, ports: Sequence[int], index: str) -> str | None:
-    number = re.search(rf"(?<!\d){port}(?!\d)", value) if isinstance(value, str) else None
-    if number is None and (type(value) is not int or not 0 <= port - value <= _PORTS_OF_ONE):
-        return None
-    first = value if number is None else port
-    apart = 1 + max((one - first for one in ports if 0 <= one - first <= _PORTS_OF_ONE), default=0)
-    code = f"{first} + {index}" if apart == 1 else f"{first} + {apart} * {index}"
-    return code if number is None else _f_string(value[: number.start()], code, value[number.end() :])
+def _code_of_port(port: int, value: int | str, ports: Sequence[int], index: str) -> str | None:
+    for number in re.finditer(r"\d+", text := str(value)):
+        first = int(number[0])
+        if 0 <= port - first <= _PORTS_OF_ONE:
+            apart = 1 + max(one - first for one in ports if one - first <= _PORTS_OF_ONE)
+            code = f"{first} + {index}" if apart == 1 else f"{first} + {apart} * {index}"
+            return code if isinstance(value, int) else _f_string(text[: number.start()], code, text[number.end() :])
+    return None
 
 
 def _f_string(before: str, code: str, after: str) -> str:
-    before, after = (json.dumps(text)[1:-1].replace("{", "{{").replace("}", "}}") for text in (before, after))
+    before, after = (
+        json.dumps(text, ensure_ascii=False)[1:-1].replace("{", "{{").replace("}", "}}") for text in (before, after)
+    )
     return f'f"{before}{{{code}}}{after}"'

@@ -8,7 +8,7 @@ import re
 import socket
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ ADDRESSES = (*PORTS, "Unix socket")
 _COMMON_DEVICES = (1, 5, *range(136, 144))
 _LISTENS, _UNCONNECTED = "0A", "07"
 _NOT_OF_ENVS = ("/proc/", "/sys/", "/memfd:")
-_PATH = "path"
+# Open for writing (O_WRONLY, O_RDWR), or locked.
+_USED = re.compile(r"^flags:.*[12]$|^lock:", re.MULTILINE)
 _PASSING = re.compile(r"/__pycache__/| \(deleted\)$")
 
 
@@ -50,7 +51,7 @@ def held(pid: int) -> set[Held]:
                     target = os.readlink(f"/proc/{one}/fd/{fd}")
                     if target.startswith("socket:["):
                         inodes.add(target[8:-1])
-                    elif target.startswith("/") and _is_used(read_text(Path(f"/proc/{one}/fdinfo/{fd}"))):
+                    elif target.startswith("/") and _USED.search(read_text(Path(f"/proc/{one}/fdinfo/{fd}"))):
                         found |= of_path(target)
         for line in read_text(Path(f"/proc/{one}/maps")).splitlines():
             _, rights, *_, path = line.split(maxsplit=5)
@@ -58,12 +59,6 @@ def held(pid: int) -> set[Held]:
                 found |= of_path(path)
         found |= {address for inode, address in _addresses(one) if inode in inodes}
     return found
-
-
-def _is_used(fdinfo: str) -> bool:
-    """Whether a file is open for writing, or locked."""
-    flags = next((int(line.split()[1], 8) for line in fdinfo.splitlines() if line.startswith("flags:")), 0)
-    return flags & os.O_ACCMODE != os.O_RDONLY or "\nlock:" in fdinfo
 
 
 def of_path(path: str) -> set[Held]:
@@ -85,6 +80,15 @@ def of_path(path: str) -> set[Held]:
     return set() if is_common else {Held("device", path)}
 
 
+def files_in(folders: Iterable[str]) -> set[Held]:
+    """The files that lie in the folders, such as pid files, which are closed again as soon as they are written."""
+    found: set[Held] = set()
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            found |= {Held("file", os.path.abspath(entry.path)) for entry in entries if entry.is_file()}
+    return found
+
+
 def _addresses(pid: int) -> Iterator[tuple[str, Held]]:
     """The addresses that processes listen on in the network of `pid`, by the socket's inode."""
     for kind, state in zip(PORTS, (_LISTENS, _UNCONNECTED), strict=True):
@@ -101,8 +105,7 @@ def _addresses(pid: int) -> Iterator[tuple[str, Held]]:
 class Watch:
     """Has a worker note in a file what Python code in it opens for writing, and binds, even where it fails in that.
 
-    A pid file is closed again at once, and no look at open files finds it. Call it in the worker. What the worker
-    prints is not kept back either. folder: of the files, one for each worker.
+    Call it in the worker. What the worker prints is not kept back either. folder: of the files, one for each worker.
     """
 
     def __init__(self, folder: str) -> None:
@@ -116,33 +119,31 @@ class Watch:
 
     def noted(self, worker: int) -> set[Held]:
         """What a worker has noted."""
-        found: set[Held] = set()
-        for line in read_text(Path(f"{self._folder}/{worker}")).splitlines():
-            kind, _, name = line.partition("\t")
-            found |= of_path(name) if kind == _PATH else {Held(kind, name)} if kind in ADDRESSES else set()
-        return found
+        lines = read_text(Path(f"{self._folder}/{worker}")).splitlines()
+        return {Held(kind, name) for kind, _, name in (line.partition("\t") for line in lines)}
 
     def _note(self, event: str, args: Sequence[Any]) -> None:
         if event not in ("open", "sqlite3.connect", "socket.bind"):
             return
         with contextlib.suppress(Exception):  # the env does not notice
-            line = _bound(*args) if event == "socket.bind" else _opened(event, *args)
-            if line and self._folder not in line:
-                with open(self._file, "a") as file:  # not kept open: an env may close what it has not opened
-                    file.write(f"{line}\n")
+            for one in _bound(*args) if event == "socket.bind" else _opened(*args):
+                if not one.name.startswith(self._folder):
+                    with open(self._file, "a") as file:  # not kept open: an env may close what it has not opened
+                        file.write(f"{one.kind}\t{one.name}\n")
 
 
-def _opened(event: str, path: Any, mode: str | None = None, flags: int = 0) -> str:
-    """A line about a file that is opened; "" where that is not for writing."""
-    writes = event != "open" or flags & (os.O_WRONLY | os.O_RDWR) or set(mode or "") & set("wax+")
-    path = "" if isinstance(path, int) or not writes else os.fsdecode(path)
-    return f"{_PATH}\t{os.path.abspath(path)}" if path and path != ":memory:" else ""
+def _opened(path: Any, mode: str | None = None, flags: int = os.O_RDWR) -> set[Held]:
+    """The file that is opened for writing; sqlite3 names its path alone."""
+    if isinstance(path, int) or flags & os.O_ACCMODE == os.O_RDONLY:
+        return set()
+    name = os.fsdecode(path)
+    return of_path(os.path.abspath(name)) if name and not name.startswith((":memory:", "file:")) else set()
 
 
-def _bound(bound: socket.socket, address: Any) -> str:
-    """A line about the address that a socket is bound to; "" where the kernel chooses it."""
+def _bound(bound: socket.socket, address: Any) -> set[Held]:
+    """The address that a socket is bound to; empty where the kernel chooses it."""
     if bound.family == socket.AF_UNIX:
         name = os.fsdecode(address)
-        return f"Unix socket\t@{name[1:]}" if name.startswith("\0") else f"Unix socket\t{os.path.abspath(name)}"
-    kind = PORTS[bound.type == socket.SOCK_DGRAM]
-    return f"{kind}\t{address[1]}" if bound.family in (socket.AF_INET, socket.AF_INET6) and address[1] else ""
+        return {Held("Unix socket", f"@{name[1:]}" if name.startswith("\0") else os.path.abspath(name))}
+    is_port = bound.family in (socket.AF_INET, socket.AF_INET6) and address[1]
+    return {Held(PORTS[bound.type == socket.SOCK_DGRAM], str(address[1]))} if is_port else set()

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from muster.doctor.diagnosing import try_contexts
+from muster.doctor.diagnosing import Subject, try_contexts
 from muster.doctor.diagnosis import Finding, Severity, size
 from muster.doctor.findings import about_start_methods
 from muster.extras import installed_version, is_older
@@ -177,7 +177,7 @@ def _about_file_size() -> list[Fact]:
 
 def _about_starts() -> list[Fact]:
     """The start methods, each tried with a CartPole."""
-    tried = try_contexts(make_recipes("CartPole-v1", 1)[0], _TRIAL_S, travels=True, behaviour=TrialOutcome())
+    tried = try_contexts(Subject.of(make_recipes("CartPole-v1", 1)[0], _TRIAL_S, []), TrialOutcome())
     works = [name for name, problem in tried.items() if problem is None]
     first, *others = (Fact(**dataclasses.asdict(one)) for one in about_start_methods(tried, known=False))
     meaning = 'make_vec works with backend="thread" and backend="serial" alone'

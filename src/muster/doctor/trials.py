@@ -6,16 +6,18 @@ import inspect
 import os
 import pickle
 import statistics
+import tempfile
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from muster._core import Doing
 from muster.doctor.api_checkers import check_api, name_api
-from muster.doctor.fixes import Fix
-from muster.doctor.held import held
+from muster.doctor.fixes import Fix, arguments_of
+from muster.doctor.held import Held, files_in, held
 from muster.doctor.measure import make_envs, warmed_up
 from muster.envs.player import Player
 from muster.errors import RecipeError
@@ -67,12 +69,17 @@ def judging(reporter: Reporter, target: str) -> None:
 def behaviour(recipe: Recipe, reporter: Reporter, watch: Callable[[], None] = lambda: None) -> None:
     """Builds one env, plays it, and reports its behaviour and its costs. watch: called first."""
     watch()
-    threads, before, held_before = _threads(), own_memory_bytes(), held(os.getpid())
+    threads, before = _threads(), own_memory_bytes()
     reporter.result("worker_bytes", before)
     reporter.stage("building it")
     started = time.perf_counter()
+    arguments = arguments_of(recipe)
+    reporter.result("arguments", arguments)
+    importing_s = time.perf_counter() - started
+    held_before = _held_with(arguments)
+    started = time.perf_counter()
     with built(recipe) as env:
-        reporter.result("build_s", time.perf_counter() - started)
+        reporter.result("build_s", importing_s + time.perf_counter() - started)
         reporter.result("api", name_api(env))
         player = Player(env, reporter.alive)
         reporter.result("one_per_process", bool((getattr(env, "metadata", None) or {}).get("one_per_process")))
@@ -95,7 +102,7 @@ def behaviour(recipe: Recipe, reporter: Reporter, watch: Callable[[], None] = la
             reporter.result(f"{kind}_median_s", statistics.median(durations_s))
             reporter.result(f"{kind}_p99_s", float(np.percentile(durations_s, 99)))
         reporter.result("obs_bytes", player.obs_bytes())
-        reporter.result("held", [sorted(held(os.getpid()) - held_before)])
+        reporter.result("held", [sorted(_held_with(arguments) - held_before)])
         reporter.stage("checking it by its API's own checker")
         refused, warned = check_api(env)
         reporter.result("refused", refused)
@@ -106,12 +113,19 @@ def behaviour(recipe: Recipe, reporter: Reporter, watch: Callable[[], None] = la
 def replay(recipe: Recipe, reporter: Reporter, rows: int, watch: Callable[[], None] = lambda: None) -> None:
     """Plays the rows of `behaviour` again, in another process, and reports their digest. watch: called first."""
     watch()
-    held_before = held(os.getpid())
     reporter.stage("building it")
+    arguments = arguments_of(recipe)
+    held_before = _held_with(arguments)
     with built(recipe) as env:
         reporter.stage("stepping it")
         reporter.result("digest", Player(env, reporter.alive).play(0, rows))
-        reporter.result("held", [sorted(held(os.getpid()) - held_before)])
+        reporter.result("held", [sorted(_held_with(arguments) - held_before)])
+
+
+def _held_with(arguments: Mapping[str, int | str]) -> set[Held]:
+    """The things that this process and its children hold, and the files that lie where an env may put some."""
+    folders = [value for value in arguments.values() if isinstance(value, str)]
+    return held(os.getpid()) | files_in([os.getcwd(), tempfile.gettempdir(), *folders])
 
 
 def at_once(
@@ -123,33 +137,33 @@ def at_once(
     """
     recipe, options = fix.apply(recipe)
     options |= dict.fromkeys(("start_timeout", "step_timeout", "close_timeout"), limit_s)
-    reporter.stage(f"building {num_envs} of it at once")
+    reporter.stage(f"building {num_envs} of it at once", Doing.NOTHING)
     with make_envs(recipe, num_envs, num_workers=num_envs, worker_init=watch, **options) as envs:
-        reporter.stage(f"stepping {num_envs} of it at once")
+        reporter.stage(f"stepping {num_envs} of it at once", Doing.NOTHING)
         envs.reset(seed=0)
         for _ in range(_ROWS_AT_ONCE):
             envs.step(envs.sample_actions())
             reporter.alive()
         reporter.result("held", [sorted(held(worker["pid"])) for worker in envs.stats()["workers"]])
-        reporter.stage(f"closing {num_envs} of it at once")
+        reporter.stage(f"closing {num_envs} of it at once", Doing.NOTHING)
 
 
 def stepping_many(
     recipe: Recipe, reporter: Reporter, num_envs: int, options: dict[str, Any], seconds: float, fix: Fix
 ) -> None:
     """Runs many envs by the options of a line that the doctor may recommend, and reports their speed."""
-    reporter.stage("building many of it")
+    reporter.stage("building many of it", Doing.NOTHING)
     started = time.perf_counter()
     recipe, more = fix.apply(recipe)
     with make_envs(recipe, num_envs, **options, **more) as envs:
         reporter.result("start_s", time.perf_counter() - started)
-        reporter.stage(STEPPING_MANY)
+        reporter.stage(STEPPING_MANY, Doing.NOTHING)
         steps_per_s = warmed_up(envs)(seconds)
         stats = envs.stats()
         reporter.result("episodes", sum(worker["resets"] for worker in stats["workers"]) - num_envs)
         reporter.result("env_steps", stats["env_steps"])
         reporter.result("steps_per_s", steps_per_s)
-        reporter.stage("closing many of it")
+        reporter.stage("closing many of it", Doing.NOTHING)
 
 
 def _threads() -> int:

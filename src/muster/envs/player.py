@@ -84,10 +84,10 @@ class Player(RandomPlayer):
 
     Digests sum up all that the env has returned since the last reset by a seed.
 
-    steps_s, resets_s: seconds of each step and reset.  on_row: called after every row.
+    steps_s, resets_s: seconds of each step and reset.  on_row: called before every row: is the env reset there?
     """
 
-    def __init__(self, env: Any, on_row: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, env: Any, on_row: Callable[[bool], None] = lambda resets: None) -> None:
         super().__init__(env)
         self._on_row = on_row
         self._digest = hashlib.sha256()
@@ -140,6 +140,7 @@ class Player(RandomPlayer):
         if self.over or resets:
             self._start_episode()
         else:
+            self._on_row(False)
             action = self.act()
             before = pickle.dumps(action)
             obs, reward, terminated, truncated, info = self.take_step(action)
@@ -147,9 +148,9 @@ class Player(RandomPlayer):
             self._see(obs, reward, bool(terminated), bool(truncated))
             if isinstance(info, dict):
                 self.infos.append(info)
-        self._on_row()
 
     def _start_episode(self, **arguments: Any) -> None:
+        self._on_row(True)
         start = time.perf_counter()
         obs = self.begin_episode(**arguments)
         self.resets_s.append(time.perf_counter() - start)

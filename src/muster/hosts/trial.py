@@ -106,17 +106,17 @@ class Reporter:
         self._report, self._activity = here.report, here.activity
         self._doing, self._alive_at = Doing.BUILDING, 0.0
 
-    def stage(self, name: str) -> None:
-        """Reports the name of the next stage."""
-        self._doing = _DOING.get(name.split()[0], Doing.TALKING)
+    def stage(self, name: str, doing: int | None = None) -> None:
+        """Reports the name of the next stage. doing: NOTHING where the trial itself waits for envs, and says so."""
+        self._doing = _DOING.get(name.split()[0], Doing.TALKING) if doing is None else doing
         self._activity.put(self._doing, 0)
         self._report(("stage", name))
 
-    def alive(self) -> None:
-        """Reports, at most every 0.2 s, that the stage makes progress although it takes long."""
+    def alive(self, resets: bool = False) -> None:
+        """Reports, at most every 0.2 s, that the stage makes progress although it takes long. resets: what is next."""
+        self._activity.put(Doing.RESETTING if resets else self._doing, 0)
         if time.monotonic() > self._alive_at:
             self._alive_at = time.monotonic() + _ALIVE_EVERY_S
-            self._activity.put(self._doing, 0)
             self._report(None)
 
     def result(self, name: str, value: Any) -> None:
