@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import signal
 import sys
 import warnings
@@ -34,6 +35,8 @@ def main() -> None:
     """Entry point of the installed ``muster`` script."""
     prepare_streams()
     ignore_user_signals()  # also in processes that it starts; a run then notes them
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     faulthandler.enable()  # shows the line in which an env, or a library, has crashed
     raise SystemExit(run(sys.argv[1:]))
 

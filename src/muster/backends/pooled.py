@@ -249,7 +249,7 @@ class PooledBackend(Backend):
         if host["doing"] == Doing.NOTHING and not busy:
             return None
         env = busy[0] if host["doing"] == Doing.NOTHING else host["env_index"]
-        return State(host["doing"], env, host["since"])
+        return host["doing"], env, host["since"]
 
     def pending(self, place: int) -> int:
         """The number of envs that a worker has to step or reset first."""

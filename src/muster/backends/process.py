@@ -166,7 +166,8 @@ class ProcessBackend(PooledBackend):
         here = " and in this one" if self._options.caller_steps else ""
         dying = [advise_apart(self._recipes[envs.start : envs.stop]) for envs in map(self.envs_of, self._hosts)]
         nouns = with_hints(self.nouns, self.user_call, len(self._recipes), self.num_workers, here)
-        return dataclasses.replace(nouns, dying=tuple(dying))
+        limited = self._options.step_timeout_s is not None
+        return dataclasses.replace(nouns, dying=tuple(dying), limited=limited)
 
     def _judge(self) -> Any:
         count, options = len(self._recipes), self._options
@@ -203,7 +204,7 @@ class ProcessBackend(PooledBackend):
 
     def _attach_limit(self) -> Limit:
         limit_s = self._options.processes.start_timeout_s
-        return Limit(limit_s, f"start_timeout={limit_s}, mapping the slab")
+        return Limit(limit_s, f"{self._options.nouns.start_limit(limit_s)}, mapping the slab")
 
     # ---- commands
 

@@ -19,7 +19,7 @@ HELP = ("-h", "--help")
 
 
 class HelpShown(Exception):
-    """The end of a command that has said all there is: its help, or that a run has nothing left to do."""
+    """The end of a command that has said all there is: its help."""
 
 
 @dataclass(frozen=True)

@@ -92,11 +92,6 @@ class _Thread(Owing):
         frames = traceback.walk_stack(frame) if frame is not None else ()
         return [f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}' for one, line in frames]
 
-    def stack(self) -> str:
-        """The thread's Python stack."""
-        frame = sys._current_frames().get(self.thread.ident or 0)
-        return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(none: it has ended)"
-
 
 class ThreadPool(BasePool[_Thread]):
     """Residents in threads of this process. See `muster.pool.pool.Pool`, whose verbs it has.
@@ -356,7 +351,7 @@ class _ClosingThreads:
     def _is_late(self, ending: _Ending) -> None:
         """Interrupts a thread that hangs; leaves it behind where that has not helped."""
         one, progress = ending.one, ending.progress
-        doing, stack = self._hooks.doing(one.index), one.stack()
+        doing, stack = self._hooks.doing(one.index), "\n".join(one.stack_lines()) or "(none: it has ended)"
         if ending.interrupted_at is not None:
             self.cuts.append(progress.cut("left behind, in a native call that does not return,", doing, stack))
             self._endings.remove(ending)

@@ -16,7 +16,8 @@ class Nouns:
     """The names that a pool's errors use for its parts; the owner of the pool chooses them.
 
     envs: for each worker the envs to name, where the indices that users know are not those of the pool.
-    step_timeout: the argument that limits a step's time; empty where the user's call has none.
+    step_timeout, start_timeout: the arguments that limit a step's time and a start's; empty where the user's call has
+    none.  limited: is the first one set?
     first_worker: the index of the first worker.
     starting: what the start of all does, in words.  building: what one does that starts.  rebuilding: a sentence about
     one that still rebuilds what was sent to it.  dying: by worker, a sentence about its death.
@@ -31,11 +32,18 @@ class Nouns:
     building: str = "building its envs"
     rebuilding: str = ""
     dying: tuple[str, ...] = ()
+    start_timeout: str = "start_timeout"
+    limited: bool = False
 
     @property
     def patience(self) -> str:
         """The sentence about a wait that is long."""
-        return f" Set {self.step_timeout}= to end waits for envs that hang." if self.step_timeout else ""
+        settable = self.step_timeout and not self.limited
+        return f" Set {self.step_timeout}= to end waits for envs that hang." if settable else ""
+
+    def start_limit(self, limit_s: float) -> str:
+        """The limit of a start, as the user has set it, or may set it."""
+        return f"{self.start_timeout}={limit_s}" if self.start_timeout else f"at most {limit_s} s"
 
     def name(self, host: int, envs: range = range(0)) -> WorkerName:
         """The name of worker `host`. envs: those that it steps; empty where the name leaves them out."""

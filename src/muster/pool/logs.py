@@ -30,6 +30,7 @@ _LENGTH = struct.Struct("<Q")
 _COUNTS, _COUNTS_AT = struct.Struct("<QQ"), 8
 _MOST_BYTES = 64 << 20
 _READER_S, _WRITER_S = 0.05, 1.0
+_OF_WAIT = "_muster_wait"
 
 _log = logging.getLogger("muster")
 
@@ -87,15 +88,17 @@ def hand_over(data: bytes, lost: int, more: Mapping[str, Any] = MappingProxyType
         )
 
 
-def as_record(text: str) -> bytes:
-    """A warning of Muster's own, as a worker's record travels."""
-    record = logging.LogRecord(_log.name, logging.WARNING, __file__, 0, text, None, None)
-    data = pickle.dumps((vars(record), ()))
+def of_wait(text: str) -> bytes:
+    """A warning about a long wait, as a worker's record travels."""
+    data = pickle.dumps(({"name": _log.name, "levelno": logging.WARNING, "msg": text, _OF_WAIT: True}, ()))
     return _LENGTH.pack(len(data)) + data
 
 
-def drop(data: bytes, lost: int) -> None:
-    """Drops workers' records."""
+def hand_over_waits(data: bytes, lost: int) -> None:
+    """Hands over what workers that wait for envs themselves say of that, and drops all other records."""
+    for fields, ran in _records_in(data):
+        if _OF_WAIT in fields:
+            _hand_over(logging.makeLogRecord(fields), ran)
 
 
 def append(fd: int, flag: memoryview, fields: dict[str, Any], ran: Collection[Place]) -> bool:

@@ -23,7 +23,7 @@ from muster.pool.messages import Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, naming_limits, usage_of
 from muster.pool.watch import Activity
 from muster.pool.worker import main
-from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stack, stack_lines, stream_fd
+from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stacks, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, watched_s
 from muster.worker_info import WorkerInfo
@@ -147,10 +147,13 @@ class Place(Owing):
 
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""
-        return WorkerTimeout(self.name, doing, limit, elapsed_s, python_stack(self.process), self.rebuilding)
+        [stack] = python_stacks([self.process])
+        return WorkerTimeout(self.name, doing, limit, elapsed_s, stack, self.rebuilding)
 
     def stack_lines(self) -> list[str]:
-        return stack_lines(self.process)
+        start = self.process.tail_size()
+        python_stacks([self.process])
+        return [line for stack in self.process.stacks_since(start, takes=True)[-1:] for line in stack.splitlines()]
 
     @property
     def rebuilding(self) -> str:

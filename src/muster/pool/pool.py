@@ -26,7 +26,7 @@ from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Surroundings, changed, changes_of
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherOfPool, standard_fds, worker_environment
-from muster.pool.logs import LogInbox, drop, hand_over
+from muster.pool.logs import LogInbox, hand_over, hand_over_waits
 from muster.pool.messages import (
     Answer,
     Build,
@@ -66,7 +66,7 @@ class Pool(BasePool[Place]):
 
     resident: ``"module:Class"`` of a `Resident`.  plans: one for each place.
     files: fds by name, which all workers get; they stay the owner's.  reported: called with what residents report.
-    take_logs: see `LogInbox`; not called for workers that are apart.
+    take_logs: see `LogInbox`; of workers that are apart only `hand_over_waits`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Pool(BasePool[Place]):
         self._resident, self._options, self._reported = resident, processes, reported
         self.plans = plans
         self._files = dict(files or {})
-        self._take_logs = drop if processes.are_apart else take_logs
+        self._take_logs = hand_over_waits if processes.are_apart else take_logs
         self._own_files: dict[str, int] = {}
         self._log_inbox: LogInbox | None = None
         self._starting = Starting()
@@ -232,7 +232,7 @@ class Pool(BasePool[Place]):
     def _too_slow(self, place: Place) -> Exception:
         limit_s = self._options.start_timeout_s
         building = self._nouns.building
-        return place.timed_out(building, f"start_timeout={limit_s}, {building}", limit_s)
+        return place.timed_out(building, f"{self._nouns.start_limit(limit_s)}, {building}", limit_s)
 
     # ---- messages
 
@@ -371,9 +371,10 @@ class Pool(BasePool[Place]):
         self._look(self._places)
 
     def _hint(self, place: Place) -> str:
-        if not (place.starts and self._nouns.step_timeout):
-            return place.rebuilding if place.starts else self._nouns.patience
-        return f" It may go on until start_timeout={self._options.start_timeout_s}.{place.rebuilding}"
+        if not place.starts:
+            return self._nouns.patience
+        limit = self._nouns.start_limit(self._options.start_timeout_s)
+        return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + place.rebuilding
 
     def _doing(self, place: Place) -> str:
         return place.building if place.starts else self._hooks.doing(place.index)

@@ -255,11 +255,7 @@ def _of_all(pid: int | None, bytes_of: Callable[[int], int | None]) -> int | Non
     own = None if pid is None else bytes_of(pid)
     if pid is None or own is None or pid == os.getpid():
         return own
-    return own + _of_children(pid, bytes_of)
-
-
-def _of_children(pid: int, bytes_of: Callable[[int], int | None]) -> int:
-    return sum(bytes_of(child) or 0 for child in descendants(pid) or ())
+    return own + sum(bytes_of(child) or 0 for child in descendants(pid) or ())
 
 
 def _growth(before: int | None, now: int | None) -> int | None:
@@ -306,7 +302,7 @@ def private_bytes(pid: int | None) -> int | None:
 
 def own_memory_bytes() -> int:
     """Bytes of memory that only this process holds, or only one of its children; 0 where the kernel does not tell."""
-    return (private_bytes(os.getpid()) or 0) + _of_children(os.getpid(), private_bytes)
+    return sum(private_bytes(one) or 0 for one in (os.getpid(), *(descendants(os.getpid()) or ())))
 
 
 MEMORY_CHECKS = ("error", "warn", "off")

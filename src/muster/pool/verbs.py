@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from muster._core import Doing
@@ -241,19 +242,19 @@ class BasePool(ABC, Generic[P]):
 
     def _look(self, places: Sequence[P]) -> None:
         """Says what is waited for in these places, if it is time."""
-        self._watch.look(lambda: self._states(places), self._about)
+        self._watch.look(partial(self._states, places), self._about)
 
-    def _states(self, places: Sequence[P]) -> Iterator[tuple[int, State]]:
-        for place in places:
-            said = place.activity.read()
-            if state := self._hooks.state(place.index) if said.doing == Doing.NOTHING else said:
-                yield place.index, state
+    # A list: what a signal's handler raises while a generator is thrown away is lost.
+    def _states(self, places: Sequence[P]) -> list[tuple[int, State]]:
+        said = [(place.index, place.activity.read()) for place in places]
+        states = [(i, self._hooks.state(i) if one[0] == Doing.NOTHING else one) for i, one in said]
+        return [(i, state) for i, state in states if state is not None]
 
     def _about(self, index: int, env: int) -> About:
         place = self._places[index]
         own = replace(place.name, envs=range(0))
         name = str(place.name) if env == NO_ENV else f"{self._nouns.env(index, env)} ({own})"
-        return About(name, self._hint(place), place.stack_lines())
+        return name, self._hint(place), place.stack_lines()
 
     def _hint(self, place: P) -> str:
         """The sentences about a long wait."""

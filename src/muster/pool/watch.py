@@ -6,14 +6,14 @@ import bisect
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from muster._core import HOST_BYTES, HOST_DOING_AT, Doing, map_fd, ticks
-from muster.pool.logs import as_record, hand_over
+from muster.pool.logs import hand_over, of_wait
 
 AFTER_S = [10.0, 60.0, 600.0, 3600.0]
 _LOOKS = 20  # until the first of these
@@ -33,20 +33,11 @@ WORDS = {
 _MUSTER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-class State(NamedTuple):
-    """The env whose code a worker is in, and since when by the core's clock. doing: NOTHING where it only owes that."""
+State = tuple[int, int, int]
+"""A `Doing`, the env whose code a worker is in, and since when by the core's clock. NOTHING where it only owes that."""
 
-    doing: int
-    env: int
-    since: int
-
-
-class About(NamedTuple):
-    """What to say of a wait: the env's name, a sentence, and the stack of the thread that steps it."""
-
-    name: str
-    hint: str
-    stack: Sequence[str]
+About = tuple[str, str, Sequence[str]]
+"""What to say of a wait: the env's name, a sentence, and the stack of the thread that steps it."""
 
 
 class Activity:
@@ -65,16 +56,17 @@ class Activity:
     @contextmanager
     def of(self, doing: int, env: int = NO_ENV) -> Iterator[None]:
         """Says so for a ``with`` block."""
-        before = self.read()
+        doing_before, env_before, _ = self.read()
         self.put(doing, env)
         try:
             yield
         finally:
-            _FIELDS.pack_into(self.memory.data, HOST_DOING_AT, *before)
+            self.put(doing_before, env_before)
 
     def read(self) -> State:
         """What the worker is in."""
-        return State(*_FIELDS.unpack_from(self.memory.data, HOST_DOING_AT))
+        doing, env, since = _FIELDS.unpack_from(self.memory.data, HOST_DOING_AT)
+        return doing, env, since
 
 
 def activity_in(fd: int, place: int) -> Activity:
@@ -95,35 +87,33 @@ class Watch:
         self._seen: dict[int, tuple[State, float]] = {}  # by place, and since when
         self._said: dict[str, int] = {}  # by phase, the number of times that have passed
 
-    def look(self, states: Callable[[], Iterable[tuple[int, State]]], about: Callable[[int, int], About]) -> None:
+    def look(self, states: Callable[[], list[tuple[int, State]]], about: Callable[[int, int], About]) -> None:
         """Looks, if it is time. states: by place.  about: what to say of an env in a place."""
         if (now := time.monotonic()) < self._due:
             return
         self._due, seen, self._seen = now + AFTER_S[0] / _LOOKS, self._seen, {}
         late: dict[str, list[tuple[float, int, int]]] = {}
         for place, state in states():
-            known = place in seen and seen[place][0] == state
+            (doing, env, since), known = state, place in seen and seen[place][0] == state
             self._seen[place] = seen[place] if known else (state, now)
-            nothing_s = now - self._seen[place][1]
-            for_s = nothing_s if state.doing == Doing.NOTHING else seconds_since(state.since)
+            for_s = now - self._seen[place][1] if doing == Doing.NOTHING else seconds_since(since)
             # Seen twice: who was stopped together with its owner goes on before the second look.
             if known and for_s >= AFTER_S[0]:
-                words = "starting" if state.env == NO_ENV else WORDS[state.doing]
-                late.setdefault(words, []).append((for_s, -place, state.env))
+                words = "starting" if env == NO_ENV else WORDS[doing]
+                late.setdefault(words, []).append((for_s, -place, env))
         for words, waits in late.items():
             for_s, place, env = max(waits)
             passed = bisect.bisect(AFTER_S, for_s)
             if passed > self._said.get(words, 0):
                 self._said[words] = passed
-                self._say(words, for_s, len(waits) - 1, about(-place, env))
+                self._say(words, for_s, len(waits) - 1, *about(-place, env))
 
-    def _say(self, words: str, for_s: float, others: int, about: About) -> None:
+    def _say(self, words: str, for_s: float, others: int, name: str, hint: str, stack: Sequence[str]) -> None:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - for_s))
         so = f", and {others} more {'are' if others > 1 else 'is'} there, too" if others else ""
-        stack = env_lines(about.stack)
-        where = "\n".join(["\nIt is here, most recent call first:", *stack]) if stack else ""
-        said = f"{about.name} has been {words} for {for_s:.1f} s, since {since}{so}.{about.hint}{where}"
-        self._take_logs(as_record(said), 0)
+        where = ["\nIt is here, most recent call first:", *env_lines(stack)] if stack else []
+        said = f"{name} has been {words} for {for_s:.1f} s, since {since}{so}.{hint}" + "\n".join(where)
+        self._take_logs(of_wait(said), 0)
 
 
 def env_lines(stack: Sequence[str]) -> list[str]:

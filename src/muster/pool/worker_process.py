@@ -20,6 +20,8 @@ from muster._core import STACK_SIGNAL, WATCHDOG_NAME, kill_started, signal_threa
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _STACK_S = 0.5
 _TAIL_LINES = 20
+# What faulthandler writes of one thread.
+_STACK = re.compile(rb"^(?:Current t|T)hread 0x.*most recent call first\):\n((?:  .*\n)*)\n?", re.MULTILINE)
 # A pipe holds no more.
 _REST_BYTES = 1 << 16
 
@@ -122,12 +124,17 @@ class WorkerProcess:
         kept = os.pread(self._tail_fd, 1 << 14, max(0, size - (1 << 14)))
         return "\n".join(_significant_lines((kept + self._rest).decode(errors="replace").splitlines()))
 
-    def take_tail(self, start: int) -> str:
-        """What stands in the tail from a place on, which is no last word and is removed."""
+    def stacks_since(self, start: int, *, takes: bool = False) -> list[str]:
+        """The stack of each thread that stands in the tail from a place on; the main thread's is the last.
+
+        takes: removes them, and keeps what else stands there: no last word of the worker is Muster's.
+        """
         size = self.tail_size()  # below `start` where the worker has begun the file anew
-        taken = os.pread(self._tail_fd, max(0, size - start), start)
-        os.ftruncate(self._tail_fd, min(start, size))
-        return taken.decode(errors="replace")
+        tail = os.pread(self._tail_fd, max(0, size - start), start)
+        if takes:
+            os.ftruncate(self._tail_fd, min(start, size))
+            os.pwrite(self._tail_fd, _STACK.sub(b"", tail), start)
+        return [stack.decode(errors="replace") for stack in _STACK.findall(tail)]
 
     def ask_for_stack(self) -> None:
         """Has faulthandler write the Python stacks of all threads, even while native code holds the GIL.
@@ -253,11 +260,10 @@ class Poller:
 
 def readable(fds: Iterable[int], timeout_s: float) -> list[int]:
     """The `fds` that, within the time, have something to read, or were closed at the other end."""
-    poller = select.poll()
+    poller = Poller()
     for fd in fds:
-        if fd >= 0:
-            poller.register(fd, select.POLLIN)
-    return [fd for fd, _ in poller.poll(timeout_s * 1000)]
+        poller.add(fd, fd)
+    return poller.ready(timeout_s)
 
 
 def flush_streams() -> None:
@@ -274,36 +280,16 @@ def print_at_once() -> None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def python_stack(process: WorkerProcess) -> str:
-    """The Python stack of a worker that hangs, as faulthandler reports it."""
-    return python_stacks([process])[0]
-
-
 def python_stacks(processes: Sequence[WorkerProcess]) -> list[str]:
-    """The Python stacks of workers that hang, in the time that one takes."""
+    """The Python stacks of workers that hang, as faulthandler reports them, in the time that one takes."""
     if not processes:
         return []
-    before = [process.tail_size() for process in processes]
+    asked = [(process, process.tail_size()) for process in processes]
     for process in processes:
         process.ask_for_stack()
     deadline = time.monotonic() + _STACK_S
-    while time.monotonic() < deadline and any(map(_is_owing, processes, before)):
+    while time.monotonic() < deadline and not all(one.stacks_since(at) or one.has_ended() for one, at in asked):
         time.sleep(0.01)
     time.sleep(0.05)  # the report is written line by line
     none = "(none: the process does not react to signals; it may be stopped or in the kernel)"
-    return [none if _is_silent(*one) else one[0].tail() or none for one in zip(processes, before, strict=True)]
-
-
-def stack_lines(process: WorkerProcess) -> list[str]:
-    """The stack of a worker's main thread, most recent call first; empty where it does not react to signals."""
-    before = process.tail_size()
-    python_stacks([process])
-    return process.take_tail(before).rpartition("most recent call first):\n")[2].splitlines()
-
-
-def _is_owing(process: WorkerProcess, tail_size: int) -> bool:
-    return _is_silent(process, tail_size) and not process.has_ended()
-
-
-def _is_silent(process: WorkerProcess, tail_size: int) -> bool:
-    return process.tail_size() == tail_size
+    return [process.tail() if process.stacks_since(start) else none for process, start in asked]

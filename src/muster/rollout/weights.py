@@ -157,11 +157,11 @@ def weights_by_name(weights: Any) -> dict[str, Tensor]:
     raise UsageError(f"weights must be a module, a state dict or a TensorDict, got {type(weights).__name__}")
 
 
-def place(policy: Any, device: Device) -> torch.device:
+def place(policy: Any, device: Device, option: str = "policy_device") -> torch.device:
     """Moves `policy` to `device`, in place; returns the device that it computes on. None leaves it where it is.
 
-    Tensors on the meta device are placeholders without values and stay there. Raises ConfigError where the policy
-    cannot be moved.
+    Tensors on the meta device are placeholders without values and stay there. Raises ConfigError, which names the
+    option, where the policy cannot be moved.
     """
     if device is None:
         return next((tensor.device for tensor in _tensors(policy) if not tensor.is_meta), torch.device("cpu"))
@@ -174,8 +174,8 @@ def place(policy: Any, device: Device) -> torch.device:
             policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(target))  # type: ignore[no-untyped-call]  # torch's gap
         except Exception as error:
             raise ConfigError(
-                f"policy_device={str(target)!r}: {type(policy).__qualname__} cannot be moved there: "
-                f"{type(error).__name__}: {error}. Leave policy_device out, and it stays on {wrong[0].device}"
+                f"{option}={str(target)!r}: {type(policy).__qualname__} cannot be moved there: "
+                f"{type(error).__name__}: {error}. Leave {option} out, and it stays on {wrong[0].device}"
             ) from error
     return target
 

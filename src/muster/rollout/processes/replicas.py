@@ -108,8 +108,9 @@ class Replicas:
         options: CollectorOptions,
     ) -> PoolPlan:
         """Raises CannotTravel, and what `check_forkable` raises."""
-        nouns = collector_nouns([range(*ends) for ends in itertools.pairwise(self._firsts)])
         processes, step_timeout = options.processes(PRELOADS, far=self._call_words.far), options.step_timeout
+        envs = [range(*ends) for ends in itertools.pairwise(self._firsts)]
+        nouns = collector_nouns(envs, limited=step_timeout is not None)
         policy: list[Any] = []  # its pickle, and big buffers, which collectors that are no forks read where they lie
         big: list[pickle.PickleBuffer] | None = None if self._forks else []
         with called_as(self._call_words):
