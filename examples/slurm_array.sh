@@ -14,11 +14,13 @@
 
 seed=$SLURM_ARRAY_TASK_ID
 # The same line each time: it begins the run, or goes on with it. In the background, so that bash receives signals.
-srun muster train "$@" --seed "$seed" --run-dir "runs/array/seed$seed" --resume-or-begin &
+muster train "$@" --seed "$seed" --run-dir "runs/array/seed$seed" --resume-or-begin &
 training=$!
 
-# SIGUSR1 comes two minutes before the end, to this script alone (B:). srun passes SIGTERM on, and the run is saved.
-trap 'kill -TERM "$training"' USR1 TERM
+# SIGUSR1 comes two minutes before the end, to this script alone (B:). By SIGTERM the run is saved, and ends.
+out_of_time=0
+trap 'out_of_time=1; kill -TERM "$training"' USR1
+trap 'kill -TERM "$training"' TERM
 
 wait "$training"
 status=$?
@@ -27,7 +29,7 @@ while kill -0 "$training" 2>/dev/null; do # a signal has ended the wait, and not
   status=$?
 done
 
-if [ "$status" -eq 143 ]; then # stopped by SIGTERM, and saved
+if [ "$out_of_time" -eq 1 ] && [ "$status" -eq 143 ]; then # stopped by SIGTERM, and saved
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -9,20 +9,20 @@ import torch
 from elsewhere import OnElsewhere
 
 import muster
-from muster.algorithms import MAPPO, PPO, MAPPOConfig, PPOConfig
+from muster.algorithms import MAPPO, PPO, ActorCritic, MAPPOConfig, PPOConfig
 from muster.errors import ConfigError
 
-SMALL = {"num_envs": 2, "num_steps": 24, "num_minibatches": 2, "update_epochs": 2, "total_steps": 96, "seed": 3}
+SMALL = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_steps": 32, "seed": 3}
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"))
 CASES = {
     "one agent, normalised": ("CartPole-v1", NORMALIZED),
-    "continuous, with memory": ("Pendulum-v1", {"policy": "gru", "sequence_length": 8}),
+    "continuous, with memory": ("Pendulum-v1", {"policy": "gru", "sequence_length": 4}),
     "codes": ("Taxi-v4", {}),
     "agents, a critic of the state": ("pettingzoo/mpe/simple_spread_v3", NORMALIZED),
     "agents with memory, each its own": (
         "pettingzoo/mpe/simple_speaker_listener_v4",
-        {"policy": "gru", "sequence_length": 8, "share_params": False, "critic": "own"},
+        {"policy": "gru", "sequence_length": 4, "share_params": False, "critic": "own"},
     ),
 }  # fmt: skip
 
@@ -50,7 +50,17 @@ def test_a_run_on_another_device_learns_and_goes_on_on_the_cpu(case, device):
             assert metrics[-1].as_row() == pytest.approx(on_cpu[-1].as_row(), rel=1e-3, abs=1e-5, nan_ok=True)
         here.load_state_dict(there.state_dict())
         there.load_state_dict(here.state_dict())
-        assert here.steps == there.steps == 96
+        assert here.steps == there.steps == 32
+
+
+def test_a_network_that_cannot_be_moved_is_named_with_the_option():
+    class Fixed(ActorCritic):
+        def _apply(self, function, recurse=True):
+            raise RuntimeError("no room")
+
+    said = pytest.raises(ConfigError, match="^device='meta': .*Fixed cannot be moved there: RuntimeError: no room")
+    with muster.make_vec("CartPole-v1", 2, backend="serial", autoreset_mode="same_step") as envs, OnElsewhere(), said:
+        PPO(envs, PPOConfig(**SMALL), Fixed, device="meta")
 
 
 def test_auto_takes_the_cpu_for_small_networks():

@@ -94,6 +94,12 @@ def weights_in(run: Path) -> list[torch.Tensor]:
     return [one for learner in learners for one in learner["policy"].values()]
 
 
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture of each run would take most of the time."""
+    monkeypatch.setattr("muster.training.runs.plot_learning_curve", lambda *paths, **options: None)
+
+
 HERE = str(Path(__file__).resolve())
 MPE = "pettingzoo/mpe/simple_spread_v3"
 
@@ -203,6 +209,11 @@ def test_objects_that_no_name_finds_are_handed_over_again(tmp_path: Path):
     ):
         with pytest.raises(UsageError, match="Hand it over again: "):
             call()
+    twice = [lambda env: env, Doubled]  # whatever their names
+    again = package.train(lambda: Walk(4), resume=run.path, policy=network, wrappers=twice, total_steps=48)
+    assert again.policy.steps == 48
+    with pytest.raises(ConfigError, match=r"env must be '.*', which the run in .* has settled, got 'CartPole-v1'"):
+        package.train("CartPole-v1", resume=run.path)
 
 
 def test_a_network_that_is_handed_over_again_goes_on(tmp_path: Path):

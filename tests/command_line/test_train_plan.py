@@ -98,7 +98,7 @@ def test_options_win_over_the_file_and_this_over_the_preset(folder: Path):
         ),
         ("--num-collectors 2 --nodes 3", "--nodes must be left out where no cluster is named, got 3"),
         ("--cluster ray", "--cluster must be left out without num_collectors, got 'ray'"),
-        ("--resume r --num-collectors 2", "--num-collectors must be None, which the run has settled, got 2"),
+        ("--resume r --num-collectors 2", "--num-collectors must be None, which the run in r has settled, got 2"),
     ],
 )
 def test_options_that_do_not_go_with_collectors_are_refused_by_name(folder: Path, run: Path, words: str, said: str):
@@ -259,10 +259,13 @@ def test_a_mistake_in_the_file_names_it_and_the_key(folder: Path, text: str, sai
 def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
     assert muster("train", "own_env:make_env", *SHORT, "--run-dir", "r").exit_code == 0
     for words, settled in (
-        (("--seed", "3", "--gamma", "0.5"), "--seed must be 0, which the run has settled, got 3"),
-        (("CartPole-v1",), "ENV must be 'own_env:make_env', which the run has settled, got 'CartPole-v1'"),
-        (("--kwargs", '{"length": 4}'), "--env-kwargs must be {}, which the run has settled, got {'length': 4}"),
-        (("--wrapper", "own_env:Doubled"), "--wrapper must be (), which the run has settled, got ('own_env:Doubled',)"),
+        (("--seed", "3", "--gamma", "0.5"), "--seed must be 0, which the run in r has settled, got 3"),
+        (("CartPole-v1",), "ENV must be 'own_env:make_env', which the run in r has settled, got 'CartPole-v1'"),
+        (("--kwargs", '{"length": 4}'), "--env-kwargs must be {}, which the run in r has settled, got {'length': 4}"),
+        (
+            ("--wrapper", "own_env:Doubled"),
+            "--wrapper must be (), which the run in r has settled, got ('own_env:Doubled',)",
+        ),
         (("--run-dir", "other"), "--run-dir must be left out with resume: r goes on in its own folder, got 'other'"),
     ):
         result = muster("train", "--resume", "r", *words)
@@ -310,10 +313,10 @@ def test_a_run_folder_that_was_edited_is_refused_in_one_line(
 def test_a_run_folders_files_that_are_something_else_are_refused_in_one_line(folder: Path, run: Path):
     shutil.copytree(run, folder / "r")
     (folder / "r" / "metrics.csv").write_text("a,b\n1,x\n")
-    for command in ("plot r", "train --resume r --total-steps 99"):
+    for command, why in (("plot r", "ValueError"), ("train --resume r --total-steps 99", "KeyError")):
         result = muster(*command.split())
         assert result.exit_code == 1
-        assert "r/metrics.csv is not that of the run in config.json: KeyError" in result.stderr
+        assert f"r/metrics.csv is not that of the run in config.json: {why}" in result.stderr
         assert result.stderr.count("\n") == 1
     (folder / "r" / "metrics.csv").write_bytes(b"\xff")
     assert "UnicodeDecodeError" in muster("train", "--resume", "r", "--total-steps", "99").stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+import time
 
 import gymnasium
 import numpy as np
@@ -46,19 +47,27 @@ def test_the_other_way_out_that_is_named_works(tmp_path):
 REMEDY = " Set step_timeout= to end waits for envs that hang."
 
 
+class SlowToBuild(Counter):
+    def __init__(self):
+        time.sleep(1.0)
+        super().__init__()
+
+
 @pytest.mark.parametrize(
-    ("make", "remedy"),
+    ("make", "phase", "remedy"),
     [
-        (lambda: AsyncVectorEnv([functools.partial(Counter, step_s=1.0)] * 2, num_workers=2), REMEDY),
-        (lambda: muster.make_vec(Counter, 1, env_kwargs={"step_s": 1.0}), REMEDY),
+        (lambda: AsyncVectorEnv([functools.partial(Counter, step_s=1.0)] * 2, num_workers=2), "step", REMEDY),
+        (lambda: muster.make_vec(Counter, 1, env_kwargs={"step_s": 1.0}), "step", REMEDY),
+        (lambda: AsyncVectorEnv([SlowToBuild] * 2, num_workers=1), "build", ""),
+        (lambda: muster.make_vec(SlowToBuild, 1), "build", " It may go on until start_timeout=300.0."),
     ],
 )
-def test_only_a_call_that_has_a_time_limit_is_advised_to_set_it(make, remedy, monkeypatch, caplog):
+def test_only_a_call_that_has_a_time_limit_is_advised_to_set_it(make, phase, remedy, monkeypatch, caplog):
     monkeypatch.setattr("muster.pool.watch.AFTER_S", [0.3])
     with make() as envs:
         envs.reset()
         envs.step(np.zeros(envs.num_envs, int))
-    [said] = [line for line in caplog.messages if " in step for " in line]
+    [said] = [line for line in caplog.messages if f" in {phase} for " in line]
     assert said.splitlines()[0].partition(".")[2].partition(".")[2] == remedy
 
 

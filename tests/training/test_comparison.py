@@ -43,7 +43,7 @@ def test_runs_of_different_lengths_are_drawn_as_far_as_all_have_come(tmp_path: P
                 folder.append_metrics({"steps": 100 * (i + 1), **row})
             if not length:
                 folder.append_metrics({"steps": 1, "mean_return": float("nan"), "low_return": 0.0, "high_return": 0.0})
-            paths.append(folder.metrics_path)
+            paths.append(folder.path)
     png = tmp_path / "out.png"
     plot_comparison({"three $": paths[:3], "a_1": paths[:1], "none": paths[3:]}, png, title="Env_1")
     height, width, _ = matplotlib.image.imread(png).shape
@@ -76,4 +76,4 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
         folder.append_metrics({"steps": 1, "mean_return": 1.0, "low_return": 1.0, "high_return": 1.0})
     with pytest.raises(UsageError, match=r"out\.foo cannot be written as a picture"):
-        plot_comparison({"one": [folder.metrics_path]}, tmp_path / "out.foo", title="")
+        plot_comparison({"one": [folder.path]}, tmp_path / "out.foo", title="")

@@ -18,20 +18,20 @@ from muster.training.run_folder import RunFolder
 PNG = b"\x89PNG"
 
 
-def metrics_of(path: Path, returns: list[float]) -> Path:
+def run_of(path: Path, returns: list[float]) -> Path:
     with RunFolder(path) as folder:
         for i, value in enumerate(returns):
             folder.append_metrics(
                 {"steps": 1000 * (i + 1), "mean_return": value, "low_return": value, "high_return": value}
             )
-    return folder.metrics_path
+    return path
 
 
 @pytest.mark.parametrize("goal", [None, 475.0])
 @pytest.mark.parametrize("returns", [[1.0], [math.nan, 2.0, -3.5e6]], ids=len)
 def test_a_picture_is_drawn(tmp_path: Path, returns: list[float], goal: float | None):
     png = tmp_path / "curve.png"
-    plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1 $x_1 $y", goal=goal)
+    plot_learning_curve(run_of(tmp_path / "run", returns), png, title="CartPole-v1 $x_1 $y", goal=goal)
     height, width, _ = matplotlib.image.imread(png).shape
     assert width > height > 600
 
@@ -39,7 +39,7 @@ def test_a_picture_is_drawn(tmp_path: Path, returns: list[float], goal: float | 
 @pytest.mark.parametrize("returns", [[], [math.nan, math.nan]], ids=["no rows", "no episode"])
 def test_a_picture_is_drawn_before_the_first_episode_ends(tmp_path: Path, returns: list[float]):
     png = tmp_path / "curve.png"
-    plot_learning_curve(metrics_of(tmp_path / "run", returns), png, title="CartPole-v1", goal=475.0)
+    plot_learning_curve(run_of(tmp_path / "run", returns), png, title="CartPole-v1", goal=475.0)
     assert matplotlib.image.imread(png).min() < 0.8
 
 
@@ -52,7 +52,7 @@ def test_a_pipe_is_written_to(tmp_path: Path):
     with open(reader, "rb") as read:
         assert read.read(1 << 20).startswith(PNG)
     assert pipe.is_fifo()
-    plot_learning_curve(metrics_of(tmp_path / "run", []), pipe, title="a run's own waits for no reader")
+    plot_learning_curve(run_of(tmp_path / "run", []), pipe, title="a run's own waits for no reader")
     assert pipe.is_file()
 
 
@@ -66,12 +66,12 @@ def test_an_fd_is_written_to_from_where_it_is(capfdbinary: pytest.CaptureFixture
 
 
 def test_matplotlibs_backend_and_pyplot_stay_out_of_it(tmp_path: Path):
-    metrics, png = metrics_of(tmp_path / "run", [1.0, 2.0]), tmp_path / "curve.png"
+    run, png = run_of(tmp_path / "run", [1.0, 2.0]), tmp_path / "curve.png"
     code = f"""
 import os, sys
 from pathlib import Path
 from muster.training.picture import plot_learning_curve
-plot_learning_curve(Path({str(metrics)!r}), Path({str(png)!r}), title="t")
+plot_learning_curve(Path({str(run)!r}), Path({str(png)!r}), title="t")
 assert os.environ["MPLBACKEND"] == "nonsense"
 assert "matplotlib.pyplot" not in sys.modules
 """

@@ -68,8 +68,8 @@ def trained(folder: Path, env: str, *, iterations: int = 1, **options: Any) -> P
     """The folder of a short run."""
     sizes: dict[str, Any] = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1}
     config = PPOConfig(total_steps=16 * iterations, **{**sizes, **options})
-    with muster.make_vec(env, 2, backend="serial", autoreset_mode="same_step") as envs:
-        runs.train(TrainingPlan(env, config, "numbers"), PPO(envs, config), Console(file=io.StringIO()), run_dir=folder)
+    plan = TrainingPlan(env, config, "numbers", options={"backend": "serial"})
+    runs.train(plan, Console(file=io.StringIO()), run_dir=folder)
     return folder
 
 

@@ -220,7 +220,7 @@ def test_what_cannot_go_on_says_why(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "256")
     before = (run / "metrics.csv").read_text(), (run / "checkpoint.pt").read_bytes()
     for folder, message in (
-        (run, "has made 256 steps already; asked for were 256 in all."),
+        (run, "has made 256 of 256 steps: there is nothing left to do."),
         (run, "how many there are to be: --total-steps 512"),
         (run / "absent", "holds no run: it has no config.json"),
     ):

@@ -22,7 +22,8 @@ from muster.envs.pettingzoo import check_env
 from muster.errors import ConfigError, SpecMismatch, UsageError
 from muster.rollout.evaluation import evaluate
 from muster.training import run_folder
-from muster.training.picture import Picture, plot_learning_curve, read_groups
+from muster.training.picture import Picture, plot_learning_curve
+from muster.training.run_folder import read_columns
 from slow import slow
 
 SMALL = ("--backend=serial", "--num-envs=2", "--num-steps=32", "--num-minibatches=1", "--update-epochs=1")
@@ -117,11 +118,16 @@ def test_a_factory_of_agents_is_trained_by_mappo_with_figures_for_each_group(hun
 
 
 def test_the_curve_has_a_line_for_each_group(hunt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    groups, drawn = read_groups(hunt / "metrics.csv"), []
-    assert groups["wolf"].tolist() == [[int(row["steps"]), float(row["mean_return/wolf"])] for row in rows_in(hunt)]
-    monkeypatch.setattr(Picture, "draw", lambda *args, label, **options: drawn.append(label))
-    plot_learning_curve(hunt / "metrics.csv", tmp_path / "curve.png", title="hunt")
-    assert drawn == ["mean of the last 100 episodes", "mean of sheep", "mean of wolf"]
+    drawn = dict[str, list[Any]]()
+    monkeypatch.setattr(
+        Picture,
+        "draw",
+        lambda self, steps, values, *band, label, **options: drawn.update({label: [steps.tolist(), values.tolist()]}),
+    )
+    plot_learning_curve(hunt, tmp_path / "curve.png", title="hunt")
+    assert list(drawn) == ["mean of the last 100 episodes", "mean of sheep", "mean of wolf"]
+    of_wolf = [[float(row[name]) for row in rows_in(hunt)] for name in ("steps", "mean_return/wolf")]
+    assert drawn["mean of wolf"] == of_wolf
     assert (hunt / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -147,7 +153,7 @@ def test_a_run_of_agents_goes_on_is_evaluated_and_filmed(hunt: Path, tmp_path: P
 )
 def test_a_loaded_policy_plays_as_muster_eval_does(tmp_path: Path, words: tuple[str, ...]):
     run = train(tmp_path / "run", "pettingzoo/mpe/simple_spread_v3", "--total-steps=128", *words)
-    assert not read_groups(run / "metrics.csv")  # there is one group
+    assert not [name for name in read_columns(run) if name.startswith("mean_return/")]  # there is one group
     policy = load_policy(run)
     with policy.make_vec(2, backend="serial") as envs:
         played = evaluate(envs, pickle.loads(pickle.dumps(policy)), episodes=3, seed=5)

@@ -29,7 +29,7 @@ def placed(
             "device", "one with float64, for normalize_observations and normalize_rewards: cpu or cuda", str(device)
         )
     for one in (*policies, *statistics):
-        place(one, device)
+        place(one, device, "device")
     return device
 
 

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from gymnasium import spaces
-from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
+from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from muster.algorithms.actor_critic import ActorCritic, Sequences, as_seen, torch_threads
-from muster.algorithms.encoder import MEASURED, kind_of, leaves_of
+from muster.algorithms.encoder import MEASURED, as_observation, kind_of
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.ppo_config import POLICIES, PPOConfig
 from muster.errors import UsageError
@@ -127,7 +127,10 @@ def _has(policy: Any, name: str) -> bool:
 def _misshaped(policy: Any, config: PPOConfig, observation_space: Any, action_space: Any, judges: bool) -> list[str]:
     """A sentence for each result for two observations that has other shapes than those of a `PolicyNetwork`."""
     measured = config.normalize_observations and kind_of(observation_space) in MEASURED
-    obs = as_seen(_two_of(observation_space), ObservationNormalizer(observation_space) if measured else None)
+    two = batch_space(copy.deepcopy(observation_space), 2)  # its own draws stay as they are
+    two.seed(0)
+    drawn = as_observation(tree_map(torch.as_tensor, two.sample()))
+    obs = as_seen(drawn, ObservationNormalizer(observation_space) if measured else None)
     device = next((one.device for one in policy.parameters()), None)
     head, size, obs = policy.head, getattr(policy, "memory_size", 0), obs.to(device)
     memory = torch.zeros(2, size, device=device) if size else None
@@ -152,16 +155,3 @@ def _shapes(found: Any) -> list[Any]:
     """The shapes of arrays, one or several; None where something is none."""
     several = found if isinstance(found, (tuple, list)) else [found]
     return [list(one.shape) if hasattr(one, "shape") else None for one in several]
-
-
-def _two_of(space: spaces.Space[Any]) -> Any:
-    """Two observations of the space, as a policy gets them; the space's own draws stay as they are."""
-    space = copy.deepcopy(space)
-    space.seed(0)
-    if kind_of(space) != "mixed":
-        return _stacked(space)
-    return TensorDict({key: _stacked(leaf) for key, leaf in leaves_of(space).items()}, [2])
-
-
-def _stacked(space: spaces.Space[Any]) -> Tensor:
-    return torch.from_numpy(np.stack([np.asarray(space.sample(), space.dtype) for _ in range(2)]))

@@ -210,6 +210,13 @@ class Losses(NamedTuple):
     clip_fraction: float  # share of rows whose ratio was clipped
 
 
+def _in_lines(metrics: PPOMetrics | MAPPOMetrics) -> str:
+    """The figures in three lines: steps and episodes; losses; the rest."""
+    row, episodes = metrics.as_row(), len(EpisodeSummary._fields) + 1
+    figures = [f"{name} {value:,.0f}" if name == "steps" else f"{name} {value:,.4g}" for name, value in row.items()]
+    return "\n".join(", ".join(some) for some in (figures[:episodes], figures[episodes:-2], figures[-2:]))
+
+
 @dataclass(frozen=True)
 class PPOMetrics:
     """The figures of one iteration."""
@@ -225,8 +232,7 @@ class PPOMetrics:
         rest = {"explained_variance": self.explained_variance, "learning_rate": self.learning_rate}
         return {"steps": self.steps, **self.episodes._asdict(), **self.losses._asdict(), **rest}
 
-    def __repr__(self) -> str:
-        return _in_lines(self.as_row())
+    __repr__ = _in_lines
 
 
 class TeamFigures(NamedTuple):
@@ -260,12 +266,4 @@ class MAPPOMetrics:
             row |= figures
         return {**row, "learning_rate": self.learning_rate}
 
-    def __repr__(self) -> str:
-        return _in_lines(self.as_row())
-
-
-def _in_lines(row: Mapping[str, float]) -> str:
-    """The figures in three lines: steps and episodes; losses; the rest."""
-    episodes = len(EpisodeSummary._fields) + 1
-    figures = [f"{name} {value:,.0f}" if name == "steps" else f"{name} {value:,.4g}" for name, value in row.items()]
-    return "\n".join(", ".join(some) for some in (figures[:episodes], figures[episodes:-2], figures[-2:]))
+    __repr__ = _in_lines

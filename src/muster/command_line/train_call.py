@@ -19,8 +19,10 @@ with imports_for("muster.train needs", "muster-rl[train]", "torch", "tensordict"
 
     from muster.algorithms import PPOConfig
     from muster.command_line.train_plan import OPTIONS, order_of, read_run_file, values_in
+    from muster.training.plan import plan_of
     from muster.training.run import Run
-    from muster.training.runs import Callback, raised
+    from muster.training.runs import Callback
+    from muster.training.stopping import raise_again
 
 
 def train(
@@ -68,34 +70,37 @@ def train(
         raise ConfigError("config", "a dict of options, a PPOConfig, or the path of a TOML file", config)
     named = {"env": env, "run_dir": run_dir, "seed": seed, "policy": policy}
     table |= {**options, **{name: one for name, one in named.items() if one is not None}}
-    objects: dict[str, Any] = {}
+    run, objects = table.get("resume"), dict[str, Any]()
+    settled = plan_of(Path(run)).names if isinstance(run, (str, os.PathLike)) else {}
 
-    def name(option: str, one: Any) -> str:
+    def name(place: str, one: Any) -> str:
         if isinstance(one, str):
             return one
         if not callable(one):
-            raise ConfigError(option, "a name, or something that can be called", one)
-        written = name_of(one)
-        while objects.setdefault(written, one) is not one:  # two lambdas of one module
-            written = f"{written[:-1]}, another>"
-        return written
+            raise ConfigError(place, "a name, or something that can be called", one)
+        objects[place] = one
+        before = settled.get(place, "")
+        return before if "<" in before else name_of(one)  # what no name leads to is what is handed over for it
 
-    around = table.pop("wrappers", table.pop("wrapper", ()))
-    around = [around] if isinstance(around, str) or callable(around) else around
-    table["wrapper"] = tuple(name("wrappers", one) for one in around)
-    table |= {option: name(option, table[option]) for option in ("env", "policy") if option in table}
+    if around := table.pop("wrappers", table.pop("wrapper", ())):
+        around = [around] if isinstance(around, str) or callable(around) else around
+        table["wrapper"] = tuple(name(f"wrappers[{i}]", one) for i, one in enumerate(around))
+    table |= {place: name(place, table[place]) for place in ("env", "policy") if place in table}
     values = values_in(table, [name for name in OPTIONS if name not in ("config", "resume_or_begin")])
-    try:
-        as_kept = json.loads(json.dumps(dict(values.get("env_kwargs", {}))))
-    except (TypeError, ValueError):
-        as_kept = None
-    if as_kept != values.get("env_kwargs", {}):
+    if not _is_json(kwargs := values.get("env_kwargs", {})):
         expected = "values that JSON has, for runs that go on; as env, functools.partial(make_env, ...) may hold others"
-        raise ConfigError("env_kwargs", expected, values["env_kwargs"])
-    if "seeds" in values and isinstance(own := objects.get(values.get("policy", "")), nn.Module):
+        raise ConfigError("env_kwargs", expected, kwargs)
+    if "seeds" in values and isinstance(own := objects.get("policy"), nn.Module):
         raise ConfigError("policy", "with seeds a function, which makes a network for each run", type_name(own))
     order = order_of(values, objects)
     ended = order.carry_out(callback)
-    raised(ended.stopped)
+    raise_again(ended.stopped)
     found = [Run(path, objects) for path in ended.paths]
     return found[0] if order.seeds is None else found
+
+
+def _is_json(kwargs: Mapping[str, Any]) -> bool:
+    try:
+        return bool(json.loads(json.dumps(dict(kwargs))) == kwargs)
+    except (TypeError, ValueError):
+        return False

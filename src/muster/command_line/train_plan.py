@@ -13,12 +13,11 @@ from muster.algorithms import MAPPOConfig, PPOConfig
 from muster.algorithms.ppo_config import AgentsOptions
 from muster.arguments import fields_of
 from muster.command_line.command_options import TrainOptions
-from muster.command_line.parser import HELP, HelpShown, Parser, near
+from muster.command_line.parser import HELP, Parser, near
 from muster.errors import ConfigError
 from muster.extras import imports_for
 from muster.recipes.named import absolute_name, find_here
 from muster.training import runs
-from muster.training.checkpoints import read_checkpoint
 from muster.training.console import run_console
 from muster.training.plan import (
     CollectorsOptions,
@@ -29,9 +28,9 @@ from muster.training.plan import (
     options_of,
     plan_of,
 )
-from muster.training.presets import Preset, preset_for, preset_for_agents
+from muster.training.presets import Preset, preset_for, preset_for_agents, preset_named
 from muster.training.run_envs import RunEnvs, open_envs
-from muster.training.run_folder import holds_run, require_local, states_in
+from muster.training.run_folder import holds_run, require_local
 from muster.training.seeds import train_seeds
 from muster.vector.multi_agent import MultiAgentVectorEnv
 
@@ -45,16 +44,18 @@ OWN_VALUES = "The values below are the algorithms' own; `muster train ENV --help
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """A plan, and where to train by it. learning_rate: as for `runs.train`.  seeds: as many runs, None for this one.
+    """A plan, and where to train by it. resume, may_be_done, learning_rate: as for `runs.train`.
 
     trust: whether the user agrees to the code that the plan names: who starts a run has named it.
+    seeds: as many runs, None for this one.
     """
 
     plan: TrainingPlan
     run: Path | None
-    resume: bool
-    trust: bool = True
+    resume: bool = False
+    may_be_done: bool = False
     learning_rate: float | None = None
+    trust: bool = True
     seeds: int | None = None
 
     def carry_out(self, callback: runs.Callback | None = None) -> runs.Ended:
@@ -62,9 +63,9 @@ class TrainingOrder:
         plan, console = self.plan, run_console()
         if self.seeds is not None:
             return train_seeds(plan, self.seeds, console, run_dir=self.run, callback=callback)
-        going_on: dict[str, Any] = {"resume": self.resume, "learning_rate": self.learning_rate}
-        with plan.trusting(self.run, self.trust), runs.start_algorithm(plan, console) as ppo:
-            return runs.train(plan, ppo, console, run_dir=self.run, callback=callback, **going_on)
+        going_on: dict[str, Any] = {name: getattr(self, name) for name in ("resume", "may_be_done", "learning_rate")}
+        with plan.trusting(self.run, self.trust):
+            return runs.train(plan, console, run_dir=self.run, callback=callback, **going_on)
 
 
 def training_order(words: Sequence[str]) -> TrainingOrder:
@@ -74,7 +75,7 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     file = by_words.get("config")
     values = {**({} if file is None else read_run_file(file)), **by_words}
     if values.get("resume_or_begin") and not wants_help:
-        _resume_or_begin(values)
+        values = _resume_or_begin(values)
     run = values.get("resume")
     if run is None or values.get("trust"):
         find_here()
@@ -99,27 +100,25 @@ def order_of(values: Mapping[str, Any], objects: Mapping[str, Any] | None = None
     if options.run_dir is not None:
         require_local(options.run_dir)
     named = {name: absolute_name(values[name]) for name in ("env", "policy") if name in values}
-    values = {**values, **named, "wrapper": tuple(map(absolute_name, options.wrapper))}
-    if "log" in values:
-        values["log"] = tuple(map(absolute_name, values["log"]))
+    listed = {name: tuple(map(absolute_name, values[name])) for name in ("wrapper", "log") if name in values}
+    values = {**values, **named, **listed}
     if options.resume is not None:
         return _to_go_on(options, values, objects or {})
     if options.env is None:
         raise ConfigError("env", "named, such as CartPole-v1, unless resume names a run to go on with", None)
     run, (made, collectors) = options_of(RunOptions, values), makers_of(values)
-    plan = TrainingPlan(
-        values["env"], PPOConfig(), "", options.env_kwargs, values["wrapper"], made, run, collectors, objects or {}
-    )
+    of_env = (options.env_kwargs, values.get("wrapper", ()))
+    plan = TrainingPlan(values["env"], PPOConfig(), "", *of_env, made, run, collectors, objects or {})
     alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
-    kwargs, around = dict(options.env_kwargs), plan.around
-    with open_envs(plan.made_from, 1, env_kwargs=kwargs, wrappers=around, **alone) as probe:  # its spaces decide, too
+    alone |= {"env_kwargs": dict(options.env_kwargs), "wrappers": plan.around}
+    with open_envs(plan.made_from, 1, **alone) as probe:  # its spaces decide, too
         preset = _preset_of(probe, plan.env)
     if not preset.agents and (of_agents := [name for name in fields_of(AgentsOptions) if name in values]):
         expected = f"left out, as it is for envs with agents, and {options.env} has one agent alone"
         raise ConfigError(of_agents[0], expected, values[of_agents[0]])
     kind = MAPPOConfig if preset.agents else PPOConfig
     plan = replace(plan, config=options_of(kind, {**preset.config, **values}), preset=preset.name)
-    return TrainingOrder(plan, options.run_dir, resume=False, seeds=options.seeds)
+    return TrainingOrder(plan, options.run_dir, seeds=options.seeds)
 
 
 def _preset_of(envs: RunEnvs, name: str) -> Preset:
@@ -130,37 +129,25 @@ def _preset_of(envs: RunEnvs, name: str) -> Preset:
     return preset_for_agents(name, [seen[group] for group in envs.groups], [acts[group] for group in envs.groups])
 
 
-def _resume_or_begin(values: dict[str, Any]) -> None:
-    """Adds --resume to the values where there is a run. Says so where that has nothing left to do, and ends.
+def _resume_or_begin(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, with --resume where --run-dir holds a run. Raises ConfigError where they do not go together.
 
-    values: of the options; those that change nothing in the run are taken out. Raises ConfigError where the line is not
-    that of the run: what the folder names is run, so the line has to name all of it.
+    What the folder names is run, so the line has to name all of it: what is left out is not as the run has it.
     """
     options = options_of(TrainOptions, values)
     run = options.run_dir
     if run is None or options.env is None or options.resume is not None or options.seeds is not None:
         raise ConfigError("--resume-or-begin takes an ENV and --run-dir, and neither --resume nor --seeds")
     if not holds_run(run):
-        return
-    plan, besides = plan_of(run), options_of(RunOptions, values)
-    kept = {"env": plan.env, "env_kwargs": dict(plan.env_kwargs), "wrapper": plan.wrappers}
-    line = {"env": absolute_name(options.env), "env_kwargs": dict(options.env_kwargs)}
-    line["wrapper"] = tuple(map(absolute_name, options.wrapper))
-    if plan.policy_code:
-        kept["policy"], line["policy"] = plan.config.policy, absolute_name(values.get("policy", ""))
-        values["policy"] = line["policy"]
-    config = dataclasses.asdict(plan.config)
-    kept, line = {**config, **kept}, {**config, **values, **line}
-    if others := [name for name in kept if name not in CHANGES and line[name] != kept[name]]:
-        name = others[0]
-        raise ConfigError(name, f"{kept[name]!r}, as the run in {run} has it, or with another folder", line[name])
-    total = values.get("total_steps", plan.config.total_steps)
-    if states_in(run) and (steps := read_checkpoint(run)["steps"]) >= total:
-        print(f"{run} has made {steps:,} of {total:,} steps: there is nothing left to do", flush=True)
-        raise HelpShown()
+        return dict(values)
+    plan = plan_of(run)
+    config = dataclasses.asdict(options_of(type(plan.config), preset_named(plan.preset).config))
+    left_out = {name: value for name, value in config.items() if name not in CHANGES}
+    left_out |= {"env_kwargs": {}, "wrapper": (), **dataclasses.asdict(RunOptions())}
+    values = {**left_out, **values, "resume": run, "trust": True}
     if values.get("learning_rate") == plan.config.learning_rate:
         del values["learning_rate"]  # said again, it would start at this rate again
-    values |= {**dataclasses.asdict(besides), "resume": run, "trust": True}
+    return values
 
 
 def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingOrder:
@@ -171,27 +158,21 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
     config = dataclasses.asdict(plan.config)
     before = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **config}
     before["num_collectors"] = plan.collectors.get("num_collectors")
-    asked = {**values, "wrapper": values["wrapper"] or plan.wrappers}
     for name in before:
-        if name not in CHANGES and asked.get(name, before[name]) != before[name]:
-            raise ConfigError(name, f"{before[name]!r}, which the run has settled", asked[name])
+        if name not in CHANGES and values.get(name, before[name]) != before[name]:
+            raise ConfigError(name, f"{before[name]!r}, which the run in {run} has settled", values[name])
     if options.seeds is not None:
         raise ConfigError("seeds", "left out with resume, which goes on with a single run", options.seeds)
     if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
         raise ConfigError("run_dir", f"left out with resume: {run} goes on in its own folder", str(options.run_dir))
     if not options.trust:
-        plan.require_trust(run, logs=True)
+        plan.require_trust(run, *plan.run.log_functions)
     made, collectors = makers_of({**plan.options, **plan.collectors, **values})
     besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
-    plan = replace(
-        plan,
-        config=options_of(type(plan.config), {**config, **values}),
-        options=made,
-        run=besides,
-        collectors=collectors,
-    )
-    # Without one that is asked for, the rate that the run had reached.
-    return TrainingOrder(plan, run, True, options.trust, learning_rate=values.get("learning_rate"))
+    changed = options_of(type(plan.config), {**config, **values})
+    plan = replace(plan, config=changed, options=made, run=besides, collectors=collectors)
+    rate = values.get("learning_rate")  # without one that is asked for, the rate that the run had reached
+    return TrainingOrder(plan, run, True, options.resume_or_begin, rate, options.trust)
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
@@ -201,9 +182,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        table = _read_yaml(path, text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
-    except ConfigError:
-        raise
+        table = _read_yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
     except (OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--config {path} cannot be read: {problem}") from None
@@ -227,15 +206,16 @@ def values_in(table: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
     return values
 
 
-def _read_yaml(path: Path, text: str) -> dict[str, Any]:
-    with imports_for(f"--config {path} needs", "muster-rl[loggers]", "yaml"):
+def _read_yaml(text: str) -> dict[str, Any]:
+    """The dict that the text holds. Raises ConfigError, and ImportError without PyYAML."""
+    with imports_for("--config in YAML needs", "muster-rl[loggers]", "yaml"):
         import yaml
     try:
         table = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        where = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-        raise ConfigError(f"--config {path} cannot be read: {error.problem}{where}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise ConfigError(f"{getattr(error, 'problem', None) or str(error).splitlines()[0]}{where}") from None
     if not isinstance(table, dict):
-        held = f"it holds no names with values, as in num_envs: 8, but {type(table).__name__}"
-        raise ConfigError(f"--config {path} cannot be read: {held}")
+        raise ConfigError(f"it holds no names with values, as in num_envs: 8, but {type(table).__name__}")
     return {str(key): value for key, value in table.items()}

@@ -41,7 +41,7 @@ from muster.interop.agreed_spaces import (
     agreed_spaces,
     shareable_spaces,
 )
-from muster.interop.starting import Restarts, in_this_process, processes, recipes_of, with_lazies
+from muster.interop.starting import in_this_process, processes, recipes_of, with_lazies
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
 from muster.pool.closing import AT_ONCE, FOR_EVER, in_all
@@ -218,7 +218,7 @@ class AsyncVectorEnv(_DropIn):
         """A new instance of this class; of Gymnasium's own class where `worker` is set."""
         if kwargs.get("worker", args[_WORKER] if len(args) > _WORKER else None) is None:
             return super().__new__(cls)
-        for name in ("num_workers", "worker_env", "worker_init", *Restarts._fields):
+        for name in ("num_workers", "worker_env", "worker_init", "on_failure", "max_restarts", "step_timeout"):
             if kwargs.pop(name, None) is not None:
                 raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
         env_fns = with_lazies(recipes_of(env_fns, ASYNC_VECTOR_ENV, may_reuse=True))
@@ -255,7 +255,7 @@ class AsyncVectorEnv(_DropIn):
         self.max_concurrency = max_concurrency
         self._doing = "step"  # what envs that owe an answer were asked for last
         agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, ASYNC_COMPLAINTS)
-        restarts = Restarts(on_failure, max_restarts, step_timeout)
+        most = max_restarts if on_failure == "restart" else None
         with originals_raised():
             backend = processes(
                 [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)],
@@ -265,9 +265,9 @@ class AsyncVectorEnv(_DropIn):
                 worker_init=worker_init,
                 close_limits=FOR_EVER,
                 original_forks=context is None,
-                restarts=restarts,
+                restarts=(on_failure, max_restarts, step_timeout),
             )
-            self._start(backend, copy, agree, _raise_last, _REWARD, restarts.most)
+            self._start(backend, copy, agree, _raise_last, _REWARD, most)
 
     # ---- the calls, each refused while another is pending
 

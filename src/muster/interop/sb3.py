@@ -29,7 +29,7 @@ from muster.interop.env_calls import (
     SetAttribute,
     of_gymnasium,
 )
-from muster.interop.starting import FromArguments, Restarts, in_this_process, processes, recipes_of, require_copies
+from muster.interop.starting import FromArguments, in_this_process, processes, recipes_of, require_copies
 from muster.introspection import callable_name
 from muster.pickling import UserCall
 from muster.pool.closing import FOR_EVER
@@ -276,7 +276,7 @@ class SubprocVecEnv(MusterVecEnv):
         step_timeout: float | None = None,
     ) -> None:
         recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
-        restarts = Restarts(on_failure, max_restarts, step_timeout)
+        most = max_restarts if on_failure == "restart" else None
         with originals_raised():
             backend = processes(
                 recipes,
@@ -285,9 +285,9 @@ class SubprocVecEnv(MusterVecEnv):
                 worker_env=worker_env,
                 worker_init=worker_init,
                 close_limits=FOR_EVER,
-                restarts=restarts,
+                restarts=(on_failure, max_restarts, step_timeout),
             )
-            super().__init__(_Envs(backend, restarts.most))
+            super().__init__(_Envs(backend, most))
 
 
 def as_sb3(envs: VectorEnv) -> MusterVecEnv:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 
@@ -32,8 +32,9 @@ from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 _RELEASE_TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 300.0
-# Of drop-ins, whose originals have no limit for a step.
-NOUNS = Nouns(step_timeout="")
+# Of drop-ins: none has a limit for a start, and one for a step only those that have restarts.
+RESTARTING = Nouns(start_timeout="")
+NOUNS = replace(RESTARTING, step_timeout="")
 
 
 def recipes_of(
@@ -64,19 +65,6 @@ def recipes_of(
     return recipes
 
 
-class Restarts(NamedTuple):
-    """What a drop-in does about envs that fail or hang, by keywords beyond the original's, as for `muster.make_vec`."""
-
-    on_failure: str
-    max_restarts: int
-    step_timeout: float | None
-
-    @property
-    def most(self) -> int | None:
-        """How often one worker may fail within a minute; None where a failure is an error at once."""
-        return self.max_restarts if self.on_failure == "restart" else None
-
-
 def processes(
     recipes: Sequence[Recipe],
     *,
@@ -90,7 +78,7 @@ def processes(
     memory_check: str = "warn",
     original_forks: bool = False,
     preloads: tuple[str, ...] = (),
-    restarts: Restarts | None = None,
+    restarts: tuple[str, int, float | None] | None = None,
 ) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
@@ -103,7 +91,8 @@ def processes(
     num_threads: threads of each process's numeric libraries.
     memory_check: as for `muster.make_vec`; the originals start whatever is asked for.
     preloads: modules that all workers need, imported once where `worker_env` changes nothing for them.
-    restarts: None where the drop-in has no such keywords.
+    restarts: on_failure, max_restarts and step_timeout as for `muster.make_vec`; None where the drop-in has no such
+    keywords.
     Raises ValueError for an unknown context, ConfigError.
     """
     if context is not None:
@@ -125,8 +114,8 @@ def processes(
         )
     nouns, step_timeout_s = NOUNS, None
     if restarts is not None:
-        nouns, step_timeout_s = Nouns(), restarts.step_timeout
-        check_pool(nouns, "auto", _START_TIMEOUT_S, step_timeout_s, restarts.on_failure, restarts.max_restarts, 1)
+        nouns, (on_failure, max_restarts, step_timeout_s) = RESTARTING, restarts
+        check_pool(nouns, "auto", _START_TIMEOUT_S, step_timeout_s, on_failure, max_restarts, 1)
     options = ProcessOptions(
         how,
         workers,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from muster.algorithms.on_policy import OnPolicy
 from muster.errors import UsageError, printable
@@ -100,7 +101,8 @@ class Checkpoints:
         older = {name: one for name, one in self._waiting.items() if name == BEST or not due}
         self._waiting = {CHECKPOINT: state, **older, **waiting}
         for name in list(self._waiting):
-            self._folder.save_checkpoint(_on_cpu(self._waiting[name]), name)
+            # In the CPU's memory: a machine without the run's device is to load it, too.
+            self._folder.save_checkpoint(tree_map_only(torch.Tensor, torch.Tensor.cpu, self._waiting[name]), name)
             del self._waiting[name]
             if name == CHECKPOINT:
                 self.saved = ppo.steps
@@ -252,12 +254,3 @@ def _best_of(run: Path) -> Evaluation | None:
 
 def _name_of(steps: int) -> str:
     return f"{steps:012d}.pt"  # names in the order of the steps
-
-
-def _on_cpu(state: Any) -> Any:
-    """The state with all tensors in the CPU's memory: a machine without the run's device is to load it, too."""
-    if isinstance(state, Mapping):
-        return {name: _on_cpu(one) for name, one in state.items()}
-    if isinstance(state, list):
-        return list(map(_on_cpu, state))
-    return state.cpu() if hasattr(state, "cpu") else state

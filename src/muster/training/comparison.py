@@ -51,7 +51,7 @@ def compare_runs(paths: Sequence[Path], plot_path: Path) -> dict[str, int]:
         for run in _runs_in(path):
             plan = plan_of(run)
             label = f"preset {plan.preset} {plan.differences()}".rstrip()
-            found.setdefault(plan.name, {}).setdefault(label, []).append(run / "metrics.csv")
+            found.setdefault(plan.name, {}).setdefault(label, []).append(run)
     groups = {
         f"{env}, {label}" if len(found) > 1 else label: runs
         for env, some in found.items()
@@ -73,7 +73,7 @@ def _runs_in(path: Path) -> list[Path]:
 def plot_comparison(groups: Mapping[str, Sequence[Path]], plot_path: Path, *, title: str) -> None:
     """Draws a curve for each group of runs into a PNG: the mean return of one, the interquartile mean of several.
 
-    groups: the metrics.csv of each run, by the group's label. A group's curve goes as far as all its runs have come.
+    groups: the folders of runs, by the group's label. A group's curve goes as far as all its runs have come.
     Raises ImportError without matplotlib.
     """
     picture = Picture(title)

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +21,17 @@ from muster.errors import UsageError, printable
 from muster.extras import imports_for
 from muster.recipes.named import callable_named
 from muster.training.run_folder import (
+    METRICS,
     GrowingFile,
-    RunFolder,
     has_file,
     holder_of,
+    read_columns,
     read_file,
     reading,
     replace_file,
 )
 
+_WRITTEN = ("csv", "tensorboard")  # by the run's folder itself
 LOGGED = "logged.jsonl"  # a line for each time that a logger has come further
 _SEGMENT = "offline-run-"  # how the folders of wandb's offline records begin
 
@@ -41,41 +42,45 @@ class Loggers:
     A logger takes no row back, so a row waits until a checkpoint holds it. What raises is said once, and gets its rows
     again after the next checkpoint. A run that goes on hands over what its loggers have not received.
 
-    names: as in `RunOptions.log`.  config: what wandb shows of the run.  steps: those that the run had made before.
+    names: as in `RunOptions.log`.  config: what wandb shows of the run.
     Raises what their imports raise, and UsageError where wandb cannot start.
     """
 
-    def __init__(
-        self, folder: RunFolder, names: Sequence[str], console: Console, *, config: Mapping[str, Any], steps: int
-    ) -> None:
-        self._run, self._console, self._last = folder.path, console, steps
-        self._marks = {name: mark for name, mark in _read_marks(self._run).items() if steps or not mark["steps"]}
+    def __init__(self, run: Path, names: Sequence[str], console: Console, *, config: Mapping[str, Any]) -> None:
+        self._run, self._console, self._last, self._sent = run, console, 0, -1
         self._failed = set[str]()
         self._wandb: Any = None
-        others = [name for name in names if name not in ("csv", "tensorboard")]
-        rows = folder.metrics() if others else []
+        self._waiting: dict[str, deque[dict[str, float]]] = {name: deque() for name in names if name not in _WRITTEN}
         self._calls: dict[str, Callable[[dict[str, float]], object]]
-        self._calls = {name: callable_named(name) for name in others if name != "wandb"}
-        if "wandb" in others:
+        self._calls = {name: callable_named(name) for name in self._waiting if name != "wandb"}
+        if not self._waiting:
+            return
+        columns = read_columns(run)
+        rows = list(zip(*(column.tolist() for column in columns.values()), strict=True))
+        # Where the run begins again, what its loggers had received was another one's.
+        kept = {name: mark for name, mark in _read_marks(run).items() if rows or not mark["steps"]}
+        self._marks = {**{name: {"steps": 0} for name in self._calls}, **kept}
+        if "wandb" in self._waiting:
             self._calls["wandb"] = self._start_wandb(config)
-        first = {name: self._marks.get(name, {"steps": 0})["steps"] for name in others}
-        self._waiting = {name: deque(row for row in rows if row["steps"] > first[name]) for name in others}
-        if others:
-            lines = [json.dumps({"logger": name, **mark}) + "\n" for name, mark in self._marks.items()]
-            replace_file(self._run, LOGGED, "".join(lines).encode())
-            self._file = GrowingFile(self._run, LOGGED)
+        with reading(run / METRICS):
+            for row in rows:
+                self.add(dict(zip(columns, row, strict=True)))
+        lines = [json.dumps({"logger": name, **mark}) + "\n" for name, mark in self._marks.items()]
+        replace_file(run, LOGGED, "".join(lines).encode())
+        self._file = GrowingFile(run, LOGGED)
 
     def _start_wandb(self, config: Mapping[str, Any]) -> Callable[[dict[str, float]], object]:
         mark = self._marks.setdefault("wandb", {"steps": 0, "id": secrets.token_hex(4), "open": ""})
         # Records of a run that was killed lack what wandb had not written yet: the next ones have all of their rows.
+        # They stay beside these, under a name that `wandb sync` leaves out: they may have what a callback has logged.
         if re.fullmatch(rf"{_SEGMENT}[\w-]+", mark["open"]):  # and no other path that a file from elsewhere names
             with suppress(FileNotFoundError), holder_of(self._run, f"wandb/{mark['open']}") as (holder, last):
-                shutil.rmtree(last, dir_fd=holder)
+                os.rename(last, f"cut-{last}", src_dir_fd=holder, dst_dir_fd=holder)
         run = self._wandb = wandb_run(self._run, mark["id"], config=dict(config))
         mark["open"] = Path(run.dir).parent.name
         mark["steps"] = max(mark["steps"], run.step - 1)  # what the server has
-        is_offline = mark["open"].startswith(_SEGMENT)
-        where = f"wandb sync {Path(run.dir).parent}, once the run has ended" if is_offline else run.url
+        offline = f"wandb sync {Path(run.dir).parent}, once the run has ended"
+        where = offline if mark["open"].startswith(_SEGMENT) else run.url or "disabled"
         self._console.print(f"[dim]wandb: {escape(str(where))}[/]", soft_wrap=True)
         return lambda row: run.log(row, step=int(row["steps"]))
 
@@ -83,11 +88,16 @@ class Loggers:
         """Notes a row of metrics.csv, unless it has been noted."""
         if row["steps"] > self._last:
             self._last = int(row["steps"])
-            for waiting in self._waiting.values():
-                waiting.append({name: value for name, value in row.items() if not math.isnan(value)})
+            known = {name: value for name, value in row.items() if not math.isnan(value)}
+            for name, waiting in self._waiting.items():
+                if self._marks[name]["steps"] < self._last:
+                    waiting.append({**known, "steps": self._last})
 
     def send(self, steps: int) -> None:
         """Hands over the rows up to ``steps``, which a checkpoint holds. Raises OSError for a full disk."""
+        if steps == self._sent:
+            return
+        self._sent = steps
         for name, call in self._calls.items():
             waiting = self._waiting[name]
             while waiting and waiting[0]["steps"] <= steps and self._tries(name, call, dict(waiting[0])):
@@ -110,19 +120,25 @@ class Loggers:
             return False
 
     def _mark(self, name: str, **changed: Any) -> None:
-        mark = self._marks[name] = {**self._marks.get(name, {}), **changed}
+        mark = self._marks[name] = {**self._marks[name], **changed}
         self._file.add((json.dumps({"logger": name, **mark}) + "\n").encode())
         self._file.write_out()
 
     def __enter__(self) -> Loggers:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._wandb is not None and self._tries("wandb", self._wandb.finish):
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._wandb is not None and self._tries("wandb", self._wandb.finish, int(kind is not None)):
             next_row = self._waiting["wandb"][0]["steps"] if self._waiting["wandb"] else self._last + 1
             self._mark("wandb", open="", steps=next_row - 1)
         if self._calls:
             self._file.close()
+
+
+def lagging(run: Path, names: Sequence[str], steps: int) -> list[str]:
+    """The loggers of the run in the folder ``run`` that have not received all rows up to ``steps``."""
+    marks = _read_marks(run)
+    return [name for name in names if name not in _WRITTEN and marks.get(name, {"steps": 0})["steps"] < steps]
 
 
 def log_film(run: Path, film: Path) -> None:
@@ -140,8 +156,10 @@ def wandb_run(run: Path, run_id: str, **options: Any) -> Any:
     """The wandb run of that id, in the folder ``run``. Raises ImportError without wandb, UsageError where it fails."""
     with imports_for("--log wandb needs", "muster-rl[loggers]", "wandb"):
         import wandb
-    project, quiet = os.environ.get("WANDB_PROJECT", "muster"), wandb.Settings(console="off", silent=True)
-    options |= {"project": project, "dir": run, "id": run_id, "name": run.resolve().name, "settings": quiet}
+    # A run that the user has begun stays the user's.
+    settings = wandb.Settings(console="off", silent=True, reinit="create_new")
+    options |= {"project": os.environ.get("WANDB_PROJECT", "muster"), "dir": run, "id": run_id, "settings": settings}
+    options["name"] = run.resolve().name
     try:
         return wandb.init(**options, resume="allow")
     except wandb.Error as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
-from muster.training.run_folder import read_file, reading, replace_file, write_named
+from muster.training.run_folder import METRICS, read_columns, reading, replace_file, write_named
 
 OF_GROUPS = ("#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
+Rows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 INK, MUTED, LINE, GOAL = "#1f2937", "#6b7280", "#2563eb", "#059669"
 
 
@@ -107,30 +107,32 @@ def _any_backend() -> Iterator[None]:
             os.environ["MPLBACKEND"] = backend
 
 
-def plot_learning_curve(metrics_path: Path, plot_path: Path, *, title: str, goal: float | None = None) -> None:
+def plot_learning_curve(run: Path, plot_path: Path, *, title: str, goal: float | None = None) -> None:
     """Draws `learning_curve` into a PNG. Raises as that."""
     # A run's own picture: a pipe in its place has no reader to wait for.
-    picture = learning_curve(metrics_path, title=title, goal=goal)
+    picture = learning_curve(run, title=title, goal=goal)
     picture.save(plot_path, lambda path, content: replace_file(path.parent, path.name, content))
 
 
-def learning_curve(metrics_path: Path, *, title: str, goal: float | None = None) -> Picture:
-    """The mean return over env steps, with the band that holds most of the last 100 episodes.
+def learning_curve(run: Path, *, title: str, goal: float | None = None) -> Picture:
+    """The mean return over env steps of the run in the folder ``run``, in the band of most of the last 100 episodes.
 
     Where there are several groups of agents, each has a curve without a band besides.
 
     While no episode has ended the picture says so.  goal: the return that counts as solved, drawn as a line. Raises
     ImportError without matplotlib.
     """
-    picture = Picture(title)
-    curve = read_curve(metrics_path)
+    picture, columns = Picture(title), read_columns(run)
+    curve = _curve(run, columns, "mean_return", "low_return", "high_return")
     if len(curve):
         steps, mean, low, high = curve.T
         label, band = "mean of the last 100 episodes", "10th to 90th percentile"
         picture.draw(steps, mean, low, high, color=LINE, label=label, band=band)
-        for color, (group, returns) in zip(itertools.cycle(OF_GROUPS), read_groups(metrics_path).items(), strict=False):
-            steps_of, means = returns.T
-            picture.draw(steps_of, means, means, means, color=color, label=f"mean of {group}", band=None)
+        of_groups = [name for name in columns if name.startswith("mean_return/")]
+        for color, name in zip(itertools.cycle(OF_GROUPS), of_groups, strict=False):
+            steps_of, means = _curve(run, columns, name).T
+            label = f"mean of {name.partition('/')[2]}"
+            picture.draw(steps_of, means, means, means, color=color, label=label, band=None)
         picture.axes.set_xlim(0, steps[-1])
         if goal is not None:
             label = as_written(f"solved: {goal:,g}")
@@ -140,40 +142,19 @@ def learning_curve(metrics_path: Path, *, title: str, goal: float | None = None)
     return picture
 
 
-def read_curve(metrics_path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+def read_curve(run: Path) -> Rows:
     """Rows [R, 4] of steps, mean, low and high return; from the first row on in which an episode had ended.
 
-    Raises UsageError where the file is no run's.
+    Raises UsageError where metrics.csv in the folder ``run`` is no run's.
     """
-    with reading(metrics_path):
-        return _columns(_rows(metrics_path), "mean_return", "low_return", "high_return")
+    return _curve(run, read_columns(run), "mean_return", "low_return", "high_return")
 
 
-def read_columns(metrics_path: Path) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """All columns of a run's metrics, [R] each, nan where a row has none. Raises as `read_curve`."""
-    with reading(metrics_path):
-        rows = _rows(metrics_path)
-        return {name: np.array([float(row[name] or "nan") for row in rows]) for name in (rows[0] if rows else ())}
-
-
-def read_groups(metrics_path: Path) -> dict[str, np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
-    """By group of agents, where there are several, rows [R, 2] of steps and mean return. Raises as `read_curve`."""
-    prefix = "mean_return/"
-    with reading(metrics_path):
-        rows = _rows(metrics_path)
-        names = [name for name in (rows[0] if rows else ()) if name.startswith(prefix)]
-        return {name.removeprefix(prefix): _columns(rows, name) for name in names}
-
-
-def _rows(metrics_path: Path) -> list[dict[str, str]]:
-    text = read_file(metrics_path.parent, metrics_path.name).decode()
-    return list(csv.DictReader(io.StringIO(text, newline="")))
-
-
-def _columns(rows: list[dict[str, str]], *names: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """The steps and these columns of the rows in which the first of them has a value."""
-    values = [[float(row[name]) for name in ("steps", *names)] for row in rows if row[names[0]]]
-    return np.array(values, dtype=np.float64).reshape(-1, 1 + len(names))
+def _curve(run: Path, columns: Mapping[str, Any], *names: str) -> Rows:
+    """The steps and the columns of these names, in the rows in which the first of them has a value."""
+    with reading(run / METRICS):
+        table: Rows = np.array([columns[name] if columns else [] for name in ("steps", *names)]).T
+        return table[~np.isnan(table[:, 1])]
 
 
 def drawn(path: Path, draw: Callable[[], object]) -> str:

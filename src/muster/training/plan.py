@@ -151,7 +151,7 @@ class TrainingPlan:
     around the env.  env_kwargs, wrappers: the user's own, the latter as `callable_named` takes them.
     options: further ones of `make_vec`, as far as they have not its own values.  run: what the run does besides.
     collectors: `CollectorsOptions` as far as they have not the defaults; empty where workers step the envs.
-    objects: envs, wrappers and networks that were handed over in Python, by the names that stand for them.
+    objects: what was handed over in Python in the place of names, by the keys of `names`.
     """
 
     env: str
@@ -164,11 +164,18 @@ class TrainingPlan:
     collectors: Mapping[str, Any] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
 
-    def found(self, name: str, find: Callable[[str], Any]) -> Any:
-        """What was handed over under the name, or else what ``find`` finds. Raises UsageError where nobody can."""
-        if name in self.objects:
-            return self.objects[name]
-        if "<" in name:  # as `name_of` has it
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the env, of the wrappers and, where the user has named one, of what makes the policy."""
+        around = {f"wrappers[{i}]": name for i, name in enumerate(self.wrappers)}
+        own = {} if self.config.policy in POLICIES else {"policy": self.config.policy}
+        return {"env": self.env, **around, **own}
+
+    def _found(self, place: str, find: Callable[[str], Any]) -> Any:
+        """What was handed over in a place, or else what ``find`` finds. Raises UsageError where no name leads to it."""
+        if place in self.objects:
+            return self.objects[place]
+        if "<" in (name := self.names[place]):  # as `name_of` has it
             raise UsageError(
                 f"no name leads to {name}, which this run was begun with. Hand it over again: muster.train(env, "
                 "resume=..., policy=...), or muster.load_policy(run, policy=...)"
@@ -178,17 +185,17 @@ class TrainingPlan:
     @property
     def made_from(self) -> Any:
         """The argument of `make_vec` for the env."""
-        return self.found(self.env, env_named)
+        return self._found("env", env_named)
 
     @property
     def network(self) -> Any:
         """The argument ``policy`` of the algorithm: None where it makes one of its own."""
-        return self.found(self.config.policy, callable_named) if self.policy_code else None
+        return self._found("policy", callable_named) if "policy" in self.names else None
 
     @property
     def around(self) -> list[Callable[[Any], Any]]:
         """The user's wrappers."""
-        return [self.found(wrapper, callable_named) for wrapper in self.wrappers]
+        return [self._found(f"wrappers[{i}]", callable_named) for i in range(len(self.wrappers))]
 
     @property
     def name(self) -> str:
@@ -236,33 +243,28 @@ class TrainingPlan:
             self.require_trust(run)
             yield
 
-    @property
-    def policy_code(self) -> list[str]:
-        """The function that makes the policy, where the user has named one."""
-        return [] if self.config.policy in POLICIES else [self.config.policy]
-
-    def require_trust(self, run: Path, *, logs: bool = False) -> None:
+    def require_trust(self, run: Path, *besides: str) -> None:
         """Raises ConfigError where to make the envs is to run code that the folder ``run`` of the run names.
 
-        logs: as for `code`.
+        besides: further names of code that is to be run.
         """
-        if code := self.code(logs=logs):
+        if code := [*self.code, *besides]:
             raise ConfigError(
                 f"{run} names code: {printable(', '.join(code))}. To use it is to run that code. If you trust "
                 "whoever made the folder, say trust=True in Python, or --trust on a command line"
             )
 
-    def code(self, *, logs: bool) -> list[str]:
-        """What of the plan runs code of its own: files, functions, wrappers, policies, and ids of modules that Muster
-        does not know, or that no installed package has. logs: functions that log, too."""
+    @property
+    def code(self) -> list[str]:
+        """What makes envs and policies by code of its own: files, functions, and ids of modules that Muster does not
+        know, or that no installed package has. Raises UsageError where it was handed over, and no name leads to it."""
         module, name = split_name(self.env)
         is_module = all(map(str.isidentifier, module.split("."))) and not module.endswith(".py")
         # A function is called, with arguments from the folder: that of a known library may do anything.
-        is_known_id = is_module and is_of_known_library(module) and not name.isidentifier()
-        named = [self.env] * (module != "" and not is_known_id) + list(self.wrappers) + self.policy_code
-        named += self.run.log_functions * logs
-        code = [name for name in named if self.found(name, lambda _: None) is None]
-        if not code and self.env not in self.objects and (package := not_installed(self.env)):
+        is_id = module == "" or (is_module and is_of_known_library(module) and not name.isidentifier())
+        places = [place for place in self.names if place not in self.objects and not (is_id and place == "env")]
+        code = [self._found(place, str) for place in places]
+        if not code and "env" not in self.objects and (package := not_installed(self.env)):
             code = [f"{self.env}, whose {package} no installed package has"]
         return code
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import gymnasium as gym
 
-from muster.training import runs
 from muster.training.console import run_console
-from muster.training.picture import learning_curve, read_columns
+from muster.training.picture import learning_curve
 from muster.training.plan import plan_of
-from muster.training.run_folder import METRICS
+from muster.training.run_folder import read_columns
 from muster.training.run_policy import RunPolicy
+from muster.training.runs import film_run
+from muster.training.stopping import raise_again
 
 
 class Run:
@@ -23,7 +24,7 @@ class Run:
 
     Args:
         path: Its folder, which `muster.load_policy`, ``muster eval`` and ``resume=`` take, too.
-        objects: The env, the wrappers and the network that were handed over, by the names that the folder has for them.
+        objects: The env, the wrappers and the network that were handed over, as in `TrainingPlan`.
     """
 
     def __init__(self, path: str | os.PathLike[str], objects: Mapping[str, Any] | None = None) -> None:
@@ -33,7 +34,7 @@ class Run:
     @property
     def metrics(self) -> dict[str, Any]:
         """The columns of metrics.csv, float64 [R] each, a row for each iteration; nan where there was no value."""
-        return read_columns(self.path / METRICS)
+        return read_columns(self.path)
 
     @cached_property
     def policy(self) -> RunPolicy:
@@ -45,7 +46,7 @@ class Run:
         plan = plan_of(self.path)
         spec = gym.registry.get(plan.env.rpartition(":")[2])
         goal = None if spec is None else spec.reward_threshold
-        return learning_curve(self.path / METRICS, title=plan.title, goal=goal).finished()
+        return learning_curve(self.path, title=plan.title, goal=goal).finished()
 
     def film(self, path: str | os.PathLike[str] | None = None, *, seed: int = 0, max_steps: int | None = None) -> Path:
         """Films an episode by the likeliest actions, and returns where the film lies.
@@ -55,7 +56,7 @@ class Run:
         Raises UsageError where the env renders no frames, and ImportError without PyAV.
         """
         to = self.path / "film.mp4" if path is None else Path(path)
-        runs.raised(runs.film_run(self.policy, run_console(), to, seed=seed, max_steps=max_steps))
+        raise_again(film_run(self.policy, run_console(), to, seed=seed, max_steps=max_steps))
         return to
 
     def __repr__(self) -> str:

@@ -83,7 +83,7 @@ def recipe_of(
     require(f"Training {plan.env} needs", "muster-rl[train]", *preset.modules)
     by_preset = preset.env_kwargs if isinstance(plan.made_from, str) else {}  # a factory has arguments of its own
     # A network of the user's own reads the parts of an observation itself.
-    by_family = [one for one in preset.wrappers if one is not flat or not plan.policy_code]
+    by_family = [one for one in preset.wrappers if one is not flat or "policy" not in plan.names]
     around = (*plan.around, *by_family, *wrappers)
     return {"env_kwargs": {**by_preset, **plan.env_kwargs, **env_kwargs}, "wrappers": around}
 

@@ -23,6 +23,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from muster.errors import ConfigError, MusterError, UsageError
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.resources import memory_left
@@ -72,11 +74,6 @@ class RunFolder:
             os.close(self._lock)
             raise
 
-    @classmethod
-    def create(cls, parent: Path, name: str) -> RunFolder:
-        """A new folder for a run called ``name``, see `new_folder`: for programs that write runs of their own."""
-        return cls(new_folder(parent, name))
-
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes ``config`` as JSON; TensorBoard shows its values that are no dicts among the hparams."""
         self._config = dict(config)
@@ -104,7 +101,7 @@ class RunFolder:
         if columns == self._columns:
             self._metrics_file.add(_csv([row.get(name) for name in columns] for row in self._kept))
         else:
-            self._rewrite(columns, [*self._rows()[1], *self._kept])
+            self._rewrite(columns, [*_read_rows(self.path)[1], *self._kept])
         self._kept = []
         self._metrics_file.write_out()
         if self._events is not None:
@@ -117,18 +114,12 @@ class RunFolder:
 
     def drop_metrics_after(self, steps: int) -> dict[str, str]:
         """Drops the rows of metrics.csv beyond ``steps``, which the checkpoint lacks. Returns the last row left."""
-        columns, rows = self._rows()
+        columns, rows = _read_rows(self.path)
         with reading(self.metrics_path):
             rows = [row for row in rows if int(row["steps"]) <= steps]
         self._rewrite(columns, rows)
         self._last_step = steps
         return rows[-1] if rows else {}
-
-    def metrics(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv as numbers, without the fields that are empty."""
-        with reading(self.metrics_path):
-            rows = [{name: float(value) for name, value in row.items() if value} for row in self._rows()[1]]
-            return [{**row, "steps": int(row["steps"])} for row in rows]
 
     def begin_again(self) -> bool:
         """Drops all rows of metrics.csv, for want of states; returns whether they are kept in metrics.lost.csv.
@@ -141,14 +132,6 @@ class RunFolder:
             replace_file(self.path, LOST_METRICS, before + metrics)
         self.drop_metrics_after(0)
         return keeps
-
-    def _rows(self) -> tuple[list[str], list[dict[str, Any]]]:
-        """The columns and the rows of metrics.csv."""
-        with reading(self.metrics_path):
-            text = read_file(self.path, METRICS).decode()
-            whole = text[: text.rfind("\n") + 1]  # a machine that stopped may leave half a line
-            reader = csv.DictReader(io.StringIO(whole, newline=""))
-            return list(reader.fieldnames or []), list(reader)
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """Replaces metrics.csv by one of these columns and rows, where what a row lacks is an empty field."""
@@ -184,6 +167,25 @@ class RunFolder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def read_columns(run: Path) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """The columns of metrics.csv of the run in the folder ``run``, [R] each, nan where a row has no value.
+
+    Raises UsageError where there is something else in the file than of a run.
+    """
+    names, rows = _read_rows(run)
+    with reading(run / METRICS):
+        return {name: np.array([float(row[name] or "nan") for row in rows]) for name in names}
+
+
+def _read_rows(run: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns and the rows of metrics.csv."""
+    with reading(run / METRICS):
+        text = read_file(run, METRICS).decode()
+        whole = text[: text.rfind("\n") + 1]  # a machine that stopped may leave half a line
+        reader = csv.DictReader(io.StringIO(whole, newline=""))
+        return list(reader.fieldnames or []), list(reader)
 
 
 def as_word(path: Path) -> str:

@@ -13,7 +13,6 @@ from gymnasium import spaces
 
 from muster.errors import SpecMismatch, printable
 from muster.extras import imports_for
-from muster.recipes.named import name_of
 from muster.spaces.masks import MASK, are_masks, usable
 from muster.training.plan import plan_of
 from muster.training.run_envs import RunEnvs, open_run_envs
@@ -52,7 +51,7 @@ def load_policy(
     Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint, and
     ConfigError for a named policy without trust.
     """
-    objects = {} if policy is None else {name_of(policy): policy}
+    objects = {} if policy is None else {"policy": policy}
     return RunPolicy(Path(run), checkpoint, sample=sample, trust=trust, objects=objects)
 
 
@@ -70,7 +69,7 @@ class RunPolicy:
         plan, (folder, file) = replace(plan_of(run), objects=objects or {}), find_checkpoint(run, checkpoint)
         state = read_checkpoint(folder, file)
         self.run, self.plan, self.sample, self.trust = run, plan, sample, trust
-        if plan.policy_code and plan.config.policy not in plan.objects and not trust:
+        if "policy" in plan.names and "policy" not in plan.objects and not trust:
             plan.require_trust(run)
         facts = facts_in(run, plan.config)
         self.observation_space, self.action_space = facts.observation_space, facts.action_space

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -28,11 +29,21 @@ from muster.training.console import TrainingDisplay, format_return, format_secon
 from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
 from muster.training.events import charts
 from muster.training.film import film_episode
-from muster.training.loggers import Loggers, log_film
+from muster.training.loggers import Loggers, lagging, log_film
 from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import RunEnvs, recipe_of, start_run_envs, start_said, state_of
-from muster.training.run_folder import BEST, LOST_METRICS, RunFolder, as_word, new_folder, reading, states_in
+from muster.training.run_folder import (
+    BEST,
+    CHECKPOINT,
+    LOST_METRICS,
+    RunFolder,
+    as_word,
+    new_folder,
+    read_config,
+    reading,
+    states_in,
+)
 from muster.training.run_networks import plain_of
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
@@ -75,11 +86,11 @@ def _algorithm(envs: Any, plan: TrainingPlan, **options: Any) -> OnPolicy[Any]:
 
 def train(
     plan: TrainingPlan,
-    ppo: OnPolicy[Any],
     console: Console,
     *,
     run_dir: Path | None,
     resume: bool = False,
+    may_be_done: bool = False,
     learning_rate: float | None = None,
     callback: Callback | None = None,
 ) -> Ended:
@@ -88,36 +99,62 @@ def train(
     The last complete iteration is saved in any case, also where the callback raises. While the disk is full the
     training goes on; where it still is at the end, this raises the OSError that says so.
 
-    ppo: of `start_algorithm`.  run_dir: the run's folder, None for a new one in ``runs/``.
-    resume: goes on with the run that is in ``run_dir``.
+    run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is there.
+    may_be_done: with ``resume``, a run that has nothing left to do is said, and no UsageError.
     learning_rate: what a run that goes on starts from, None for the rate that it had reached.
     """
-    path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
-    with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
-        before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
-        config = {**plan.to_dict(), "spaces": plain_of(ppo)}  # so that `load_policy` needs no env
-        folder.write_config(config)
-        noun = "collector" if plan.collectors else "worker"
-        count = plan.collectors["num_collectors"] if plan.collectors else len(ppo.envs.stats()["workers"])
-        begun = f", from step {ppo.steps:,}" if resume else ""
-        where = f" on {ppo.device}" if ppo.device.type != "cpu" or torch.cuda.is_available() else ""
-        preset = f"preset {plan.preset}" + (f", but {plan.differences()}" if plan.differences() else "")
+    if resume and run_dir is not None and (done := _is_done(run_dir, plan, console)):
+        if not may_be_done:
+            raise UsageError(done)
+        console.print(escape(done), soft_wrap=True)
+        return Ended([run_dir], None)
+    with start_algorithm(plan, console) as ppo:
+        path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
+        with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
+            before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
+            config = {**plan.to_dict(), "spaces": plain_of(ppo)}  # so that `load_policy` needs no env
+            folder.write_config(config)
+            _print_header(ppo, plan, console, resume=resume)
+            evaluations = None
+            if apart is not None and plan.run.eval_every is not None:
+                every, episodes = plan.run.eval_every, plan.run.eval_episodes
+                evaluations = Evaluations(ppo, apart, console, every=every, episodes=episodes)
+            with Loggers(path, plan.run.log, console, config=config) as loggers:
+                return Ended([path], _train(ppo, plan, folder, console, evaluations, before_s, loggers, callback))
+
+
+def _is_done(run: Path, plan: TrainingPlan, console: Console) -> str:
+    """A sentence where the run has made all of its steps; then its loggers have what they lacked. Else empty."""
+    with reading(run / CHECKPOINT):
+        steps, total = int(read_checkpoint(run)["steps"]) if states_in(run) else 0, plan.config.total_steps
+    if steps < total:
+        return ""
+    if names := lagging(run, plan.run.log, steps):
+        with RunFolder(run, resume=True), Loggers(run, names, console, config=read_config(run)) as loggers:
+            loggers.send(steps)
+    return (
+        f"{run} has made {steps:,} of {total:,} steps: there is nothing left to do. To train it longer, say how many "
+        f"there are to be: --total-steps {2 * steps}"
+    )
+
+
+def _print_header(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console, *, resume: bool) -> None:
+    noun = "collector" if plan.collectors else "worker"
+    count = plan.collectors["num_collectors"] if plan.collectors else len(ppo.envs.stats()["workers"])
+    begun = f", from step {ppo.steps:,}" if resume else ""
+    where = f" on {ppo.device}" if ppo.device.type != "cpu" or torch.cuda.is_available() else ""
+    preset = f"preset {plan.preset}" + (f", but {plan.differences()}" if plan.differences() else "")
+    console.print(
+        f"[bold]{escape(plan.name)}[/]  [dim]{plan.algorithm}{where}, {plan.config.total_steps:,} steps{begun}, "
+        f"seed {plan.config.seed}, {plan.config.num_envs} envs on {count} {noun}{'s' * (count > 1)}, "
+        f"{escape(preset)}[/]",
+        soft_wrap=True,
+    )
+    if ppo.schedule.began_again:
+        rate = ppo.schedule.at(ppo.steps).learning_rate
         console.print(
-            f"[bold]{escape(plan.name)}[/]  [dim]{plan.algorithm}{where}, {plan.config.total_steps:,} steps{begun}, "
-            f"seed {plan.config.seed}, {plan.config.num_envs} envs on {count} {noun}{'s' * (count > 1)}, "
-            f"{escape(preset)}[/]",
-            soft_wrap=True,
+            f"The run had finished, its learning rate at 0: it starts at {rate:g} again, or at --learning-rate."
         )
-        if ppo.schedule.began_again:
-            rate = ppo.schedule.at(ppo.steps).learning_rate
-            console.print(
-                f"The run had finished, its learning rate at 0: it starts at {rate:g} again, or at --learning-rate."
-            )
-        evaluations = None
-        if apart is not None and plan.run.eval_every is not None:
-            evaluations = Evaluations(ppo, apart, console, every=plan.run.eval_every, episodes=plan.run.eval_episodes)
-        with Loggers(folder, plan.run.log, console, config=config, steps=ppo.steps) as loggers:
-            return Ended([path], _train(ppo, plan, folder, console, evaluations, before_s, loggers, callback))
 
 
 def evaluate_run(
@@ -183,12 +220,6 @@ def film_run(
     return None
 
 
-def raised(stopped: signal.Signals | None) -> None:
-    """Sends a signal that has ended the work to this process again, now that nobody waits for it."""
-    if stopped is not None:
-        signal.raise_signal(stopped)
-
-
 def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | signal.Signals:
     """What the call returns, or the signal that ended it, which is said."""
     with StopSignals() as stop:
@@ -216,12 +247,6 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
         raise UsageError(
             f"{folder.path} would go on from step {ppo.steps:,}, and has later states, whose places new ones would "
             f"take: {', '.join(later)}. Move them elsewhere first"
-        )
-    total = ppo.config.total_steps
-    if ppo.steps >= total:
-        raise UsageError(
-            f"{folder.path} has made {ppo.steps:,} steps already; asked for were {total:,} in all. To train it longer, "
-            f"say how many there are to be: --total-steps {2 * ppo.steps}"
         )
     with reading(folder.metrics_path):
         seconds = float(folder.drop_metrics_after(ppo.steps).get("seconds", 0))
@@ -275,7 +300,7 @@ def _train(
                     disk.tries(partial(write, row), save, log)
                     evaluated = None if judged is None else judged.mean_return
                     display.update(metrics.steps, metrics.episodes.mean_return, evaluated=evaluated)
-                    if callback is not None and stop.call(partial(callback, row)) is False:
+                    if callback is not None and _is_false(stop.call(partial(callback, row))):
                         break
                 else:
                     finished = True
@@ -286,8 +311,8 @@ def _train(
             # An iteration may end in the moment of the signal: checkpoint and CSV must agree.
             last = [] if ppo.metrics is None else [partial(write, row_of(ppo.metrics))]
             disk.tries(*last, partial(checkpoints.save, ppo, now=True), log)
-            paths = (folder.metrics_path, folder.plot_path)
-            plot = drawn(paths[1], partial(plot_learning_curve, *paths, title=plan.title, goal=_goal_of(ppo)))
+            draw = partial(plot_learning_curve, folder.path, folder.plot_path, title=plan.title, goal=_goal_of(ppo))
+            plot = drawn(folder.plot_path, draw)
             if not finished and disk.full is None:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
             if ppo.steps < ppo.config.total_steps:
@@ -298,10 +323,14 @@ def _train(
     return None if finished else stop.number
 
 
+def _is_false(said: Any) -> bool:
+    return isinstance(said, (bool, np.bool_)) and not said
+
+
 def _command_to_go_on(plan: TrainingPlan, run: Path) -> str:
     if plan.objects:  # which are handed over again
         return f"muster.train(..., resume={str(run)!r})"
-    trust = " --trust" if plan.code(logs=True) else ""  # nobody is asked off a terminal
+    trust = " --trust" if plan.code or plan.run.log_functions else ""  # nobody is asked off a terminal
     return f"muster train --resume {as_word(run)}{trust}"
 
 

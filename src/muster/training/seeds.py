@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,9 +39,9 @@ def train_seeds(
             for seed in seeds:
                 begun.append(parent / f"seed{seed}")
                 one = replace(plan, config=replace(plan.config, seed=seed))
-                stopped = stop.call(partial(_train_one, one, console, begun[-1], callback))
-                if stopped is not None:
-                    return runs.Ended(begun, stopped)
+                ended = stop.call(partial(runs.train, one, console, run_dir=begun[-1], callback=callback))
+                if ended.stopped is not None:
+                    return runs.Ended(begun, ended.stopped)
         except STOPS as error:
             stop.said(error, console.print)
         finally:
@@ -50,17 +49,10 @@ def train_seeds(
     return runs.Ended(begun, stop.number)
 
 
-def _train_one(
-    plan: TrainingPlan, console: Console, run: Path, callback: runs.Callback | None
-) -> signal.Signals | None:
-    with runs.start_algorithm(plan, console) as ppo:
-        return runs.train(plan, ppo, console, run_dir=run, callback=callback).stopped
-
-
 def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None:
     picture = parent / "comparison.png"
     comparison = drawn(picture, partial(compare_runs, found, picture)) if found else ""
-    curves = [curve for run in found if len(curve := read_curve(run / "metrics.csv"))]
+    curves = [curve for run in found if len(curve := read_curve(run))]
     if not curves:
         return
     last = np.array([curve[-1, 1] for curve in curves])

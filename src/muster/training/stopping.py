@@ -29,6 +29,12 @@ _DEFAULTS = {
 STOPS = (KeyboardInterrupt, EnvError, WorkerError)
 
 
+def raise_again(stopped: signal.Signals | None) -> None:
+    """Sends a signal that has ended the work to this process again, now that nobody waits for it."""
+    if stopped is not None:
+        signal.raise_signal(stopped)
+
+
 class StopSignals:
     """Receives these signals within a ``with`` block of the main thread; in other threads they do what they always do.
 
