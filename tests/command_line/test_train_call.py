@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def test_a_network_without_a_piece_is_one_sentence_at_the_start(tmp_path: Path, 
 
 def test_objects_that_no_name_finds_are_handed_over_again(tmp_path: Path):
     network, env = Own(Walk.observation_space, Walk.action_space), functools.partial(Walk, 4)
+    network.lock = threading.Lock()  # type: ignore[assignment]  # which cannot be copied
     before = torch.get_rng_state()
     run = package.train(env, SMALL, policy=network, wrappers=[lambda env: env, lambda env: Doubled(env)],
                         run_dir=tmp_path / "r")  # fmt: skip

@@ -9,6 +9,7 @@ import pkgutil
 import socket
 import tempfile
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -32,7 +33,7 @@ from rivals import (
 import muster
 from muster.doctor import trials
 from muster.doctor.advice import Verdict, candidates
-from muster.doctor.conflicts import Conflicts, find_conflicts, watched
+from muster.doctor.conflicts import Conflicts, find_conflicts, leftovers, watched
 from muster.doctor.diagnosis import Measurements
 from muster.doctor.fixes import Fix, arguments_of, fixes_for
 from muster.doctor.held import Held
@@ -67,6 +68,7 @@ def conflicts_of(env: Any, limit_s: float = 60.0, **kwargs: Any) -> Conflicts:
     alone = watched(env_trials, trials.behaviour)
     assert alone.stage is None, alone
     again = watched(env_trials, trials.replay, rows=alone.results["rows"])
+    env_trials = replace(env_trials, leftovers=leftovers((alone, again)))
     return find_conflicts(env_trials, (alone, again), lambda stage: None, arguments_alone=False)
 
 
@@ -137,6 +139,25 @@ def test_what_both_want_is_named_and_fixed_for_four(env, kwargs, kind, fails, po
     assert found.findings()[0].remedy == str(found.fix)
     assert not list(tmp_path.glob("*.pid"))
     run_four(env, found.fix, **kwargs)
+
+
+@pytest.mark.slow
+def test_an_env_that_refuses_to_start_beside_another_one_starts_after_the_doctor(tmp_path):
+    """Its pid file has no argument, so that no fix is known, and trials of all kinds fail."""
+
+    pid_file = tmp_path / "sim.pid"
+
+    class Single(Patient):
+        def __init__(self):
+            super().__init__()
+            pid_file.open("x").close()
+
+        def close(self):
+            pid_file.unlink()
+
+    diagnosis = muster.diagnose(Single, num_envs=2, seconds=0.1)
+    assert "sim.pid" in str(diagnosis)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("waits", [False, *slow(True)])

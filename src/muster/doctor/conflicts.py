@@ -3,10 +3,8 @@ own."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,6 +62,18 @@ def watched(env: Trials, trial: Callable[..., None], **options: Any) -> TrialOut
     return outcome
 
 
+def leftovers(alone: Sequence[TrialOutcome]) -> list[str]:
+    """The files and sockets that each env has, and takes away when it is closed: pid files, of which one that was
+    killed leaves its own, so that no other one starts."""
+    return [
+        one.name for one in _of_each(alone) if one.kind in ("file", "Unix socket") and not os.path.lexists(one.name)
+    ]
+
+
+def _of_each(alone: Sequence[TrialOutcome]) -> set[Held]:
+    return set.intersection(*(one.results["held"][0] | one.results["noted"][0] for one in alone))
+
+
 def find_conflicts(
     env: Trials, alone: Sequence[TrialOutcome], say: Callable[[str], None], arguments_alone: bool
 ) -> Conflicts:
@@ -75,23 +85,15 @@ def find_conflicts(
 
     def at_once(fix: Fix) -> TrialOutcome:
         # What hangs in a worker ends there, with its stack, before the trial does.
-        limit_s, began = max(LEAST_S, env.stage_timeout_s), time.time()
+        limit_s = max(LEAST_S, env.stage_timeout_s)
         patient = replace(env, stage_timeout_s=limit_s + LEAST_S)
-        tried = watched(patient, trials.at_once, num_envs=2, fix=fix, limit_s=limit_s)
-        for name in absent if tried.stage is not None else ():
-            # Of an env that was killed since the other one failed: with its pid file it would never start.
-            with contextlib.suppress(OSError):
-                if os.stat(name).st_ctime >= began:
-                    os.unlink(name)
-        return tried
+        return watched(patient, trials.at_once, num_envs=2, fix=fix, limit_s=limit_s)
 
     say("trying two of it at once, each in a process of its own")
-    by_one = set.intersection(*(one.results["held"][0] | one.results["noted"][0] for one in alone))
-    absent = [one.name for one in by_one if one.kind in ("file", "Unix socket") and not os.path.lexists(one.name)]
     pair = at_once(NO_FIX)
     wanted = _shared(pair, alone)
     if pair.stage is not None:
-        wanted = by_one | set.intersection(*pair.results["noted"])
+        wanted = _of_each(alone) | set.intersection(*pair.results["noted"])
     if not wanted:
         # A busy machine may have been too slow.
         return Conflicts(pair if pair.stage is None else at_once(NO_FIX))

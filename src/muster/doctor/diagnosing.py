@@ -17,7 +17,7 @@ from muster.arguments import explains_keywords, whole
 from muster.arguments import seconds as number_of_seconds
 from muster.doctor import findings, trials
 from muster.doctor.advice import Candidate, Verdict, candidates, name_in_code, name_of_spec, spec_of, unbuildable
-from muster.doctor.conflicts import find_conflicts, watched
+from muster.doctor.conflicts import find_conflicts, leftovers, watched
 from muster.doctor.diagnosis import Diagnosis, Finding, Measurements, Recommendation, Soak, TriedLine
 from muster.doctor.diagnosis import seconds as in_words
 from muster.doctor.fixes import NO_FIX, Fix
@@ -199,6 +199,7 @@ def _diagnose_env(
         progress("trying the same seed in another process")
         again = watched(subject.trials, trials.replay, hash_seed=_REPLAY_HASH_SEED, rows=rows)
         found += findings.about_replay(behaviour, again)
+        subject = replace(subject, trials=replace(subject.trials, leftovers=leftovers((behaviour, again))))
         conflicts = find_conflicts(subject.trials, (behaviour, again), progress, verdict.of_torchrl)
         found += conflicts.findings()
         verdict.fix = conflicts.fix or NO_FIX

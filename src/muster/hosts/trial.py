@@ -191,12 +191,15 @@ class Trials:
     sent: then each trial runs in a fork of this process.
     stage_timeout_s: limit for each stage of a trial, and for each row that it plays.
     worker_env, init: as for workers.
+    leftovers: files that an env leaves where it is killed, and without which the next one starts. A trial that has
+        failed unlinks those that are younger than itself.
     """
 
     recipes: bytes | Sequence[Recipe] | None
     stage_timeout_s: float
     worker_env: WorkerEnv | None = None
     init: ChosenInit = NO_INIT
+    leftovers: Sequence[str] = ()
 
     def run(
         self, trial: Callable[..., None], *, hash_seed: int = _HASH_SEED, most_s: float = math.inf, **options: Any
@@ -206,7 +209,7 @@ class Trials:
         trial: a function of a module.  hash_seed: of Python's ``hash``, unless the process is a fork of this one.
         most_s: the time after which the trial is ended, whatever it reports.
         """
-        ends = time.monotonic() + most_s
+        began, ends = time.time(), time.monotonic() + most_s
         outcome = TrialOutcome(stage=STARTING)
         pool = Pool(
             "muster.hosts.trial:Trial",
@@ -247,6 +250,10 @@ class Trials:
             outcome.how, outcome.detail = error.args
         finally:
             pool.close(AT_ONCE)
+            for path in self.leftovers if outcome.stage is not None else ():
+                with contextlib.suppress(OSError):
+                    if os.stat(path).st_ctime >= began:
+                        os.unlink(path)
         return outcome
 
 

@@ -99,7 +99,7 @@ def shared_on_copy(policy: M) -> M:
     for module in policy.modules():
         # Parts too: a library may put them into modules of its own, and copy these.
         if not isinstance(module, _COPY_THEMSELVES):
-            vars(module)["__deepcopy__"] = OwnMethod(module, _shared_copy)
+            vars(module)["__deepcopy__"] = OwnMethod(module, shared_copy)
     return policy
 
 
@@ -151,7 +151,7 @@ def _twin(thread: int, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if threading.get_ident() != thread:
         with _LOCK:  # until the module is as before
             return copy.deepcopy(module, memo)
-    return _shared_copy(module, memo, shares_tensors=True)
+    return shared_copy(module, memo, shares_tensors=True)
 
 
 def _modules_in(holders: object) -> Iterator[nn.Module]:
@@ -165,7 +165,7 @@ def _modules_in(holders: object) -> Iterator[nn.Module]:
             rest += value.values() if isinstance(value, dict) else value
 
 
-def _shared_copy(module: nn.Module, memo: dict[int, Any], *, shares_tensors: bool = False) -> nn.Module:
+def shared_copy(module: nn.Module, memo: dict[int, Any], *, shares_tensors: bool = False) -> nn.Module:
     """A copy of ``module`` as `shared_on_copy` describes.  memo: that of `copy.deepcopy`."""
     if id(module) not in memo:
         for original, copied in _fill(memo, module, shares_tensors):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import operator
@@ -22,6 +21,7 @@ from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
 from muster.algorithms.ppo_envs import EnvFacts
 from muster.algorithms.teams import Networks
 from muster.errors import UsageError
+from muster.nn.shared_copies import shared_copy
 from muster.spaces.plain import from_plain, to_plain
 from muster.training.plan import TrainingPlan
 from muster.training.run_folder import read_config, require_room
@@ -59,7 +59,7 @@ def facts_in(run: Path, config: PPOConfig) -> EnvFacts:
 def networks_in(state: Mapping[str, Any], facts: EnvFacts, plan: TrainingPlan) -> Network | Networks:
     """The networks with the weights and statistics of a checkpoint; of one that was handed over, a copy."""
     config, own = plan.config, plan.network
-    own = copy.deepcopy(own).cpu() if isinstance(own, torch.nn.Module) else own
+    own = shared_copy(own, {}).cpu() if isinstance(own, torch.nn.Module) else own  # it may hold a lock, or a socket
     if isinstance(config, MAPPOConfig):
         policies, normalizers = (
             policies_of(facts, config, np.random.SeedSequence(0), own),
