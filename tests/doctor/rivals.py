@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,23 @@ rm "$0/sim.pid"
 """
 
 
+def start(command: Callable[[int], list[str]]) -> tuple[subprocess.Popen[bytes], bool]:
+    """A simulator's process, and whether it has said by an fd, which its command is made with, that it runs."""
+    ready, to_env = os.pipe()
+    process = subprocess.Popen(command(to_env), pass_fds=[to_env], stdin=subprocess.PIPE)
+    os.close(to_env)
+    has_started = os.read(ready, 1)
+    os.close(ready)
+    return process, bool(has_started)
+
+
 class Served(Patient):
     """Has a server on a port. waits: for ever, where that has ended; else it says so, and of UDP it learns nothing."""
 
     def __init__(self, port: int, kind: str = "tcp", server_bytes: int = 0, waits: bool = False) -> None:
         super().__init__()
-        ready, to_env = os.pipe()
-        command = [sys.executable, "-c", _SERVER, kind, *map(str, (port, server_bytes, to_env))]
-        self.server = subprocess.Popen(command, pass_fds=[to_env], stdin=subprocess.PIPE)
-        os.close(to_env)
-        has_started = os.read(ready, 1)
-        os.close(ready)
+        of_server = [sys.executable, "-c", _SERVER, kind, str(port), str(server_bytes)]
+        self.server, has_started = start(lambda fd: [*of_server, str(fd)])
         if kind == "udp":
             self.client = socket.socket(type=socket.SOCK_DGRAM)
             self.client.sendto(b"hello", ("127.0.0.1", port))
@@ -99,12 +106,7 @@ class Daemon(Patient):
 
     def __init__(self, folder: str) -> None:
         super().__init__()
-        ready, to_env = os.pipe()
-        command = f"exec 3>&{to_env}; {_DAEMON}"
-        self.daemon = subprocess.Popen(["bash", "-c", command, folder], pass_fds=[to_env], stdin=subprocess.PIPE)
-        os.close(to_env)
-        has_started = os.read(ready, 1)
-        os.close(ready)
+        self.daemon, has_started = start(lambda fd: ["bash", "-c", f"exec 3>&{fd}; {_DAEMON}", folder])
         if not has_started:
             raise RuntimeError("the daemon has ended")
 

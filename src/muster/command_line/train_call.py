@@ -45,7 +45,7 @@ def train(
         env: An env id, ``module:factory``, ``file.py:factory``, or a function or class that makes one env. None with
             ``resume``, where a name leads to the run's env.
         config: Options by their names; a PPOConfig or MAPPOConfig, all of whose values count; or the path of a TOML
-            file.
+            or YAML file.
         run_dir: The run's folder; None for a new one in ``runs/``.
         seed: The same seed gives the same run; None for that of ``config``, or 0.
         policy: "feedforward", "gru", the name of a function as ``--policy`` has it, a network, which is trained itself,

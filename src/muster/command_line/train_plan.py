@@ -213,9 +213,9 @@ def _read_yaml(text: str) -> dict[str, Any]:
     try:
         table = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+        mark, reason = getattr(error, "problem_mark", None), getattr(error, "reason", type(error).__name__)
         where = f" (line {mark.line + 1})" if mark else ""
-        raise ConfigError(f"{getattr(error, 'problem', None) or str(error).splitlines()[0]}{where}") from None
+        raise ConfigError(f"{getattr(error, 'problem', None) or reason}{where}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"it holds no names with values, as in num_envs: 8, but {type(table).__name__}")
     return {str(key): value for key, value in table.items()}
