@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from muster.algorithms.on_policy import OnPolicy
+from muster.algorithms.on_policy import OnPolicy, seed_of
 from muster.rollout.evaluation import NoEpisodeEnded, evaluate
 from muster.training.checkpoints import Evaluation
 from muster.training.plan import TrainingPlan
@@ -21,7 +21,7 @@ STEPS_PER_EPISODE = 50_000  # that an evaluation waits for; Atari's longest epis
 class Evaluations:
     """Plays the same episodes whenever an evaluation is due; training goes on as it would without.
 
-    envs: those of `evaluation_envs`.  every: env steps between two evaluations of ``episodes`` episodes.
+    envs: as `evaluations_of` makes them.  every: env steps between two evaluations of ``episodes`` episodes.
     console: where it is said what went wrong in them.
     """
 
@@ -29,14 +29,11 @@ class Evaluations:
         self._ppo, self._envs, self._console = ppo, envs, console
         self._every, self._episodes = every, episodes
         # Beside those that PPO draws from the same seed, so none of the training's episodes is among these.
-        words = np.random.SeedSequence(ppo.config.seed, spawn_key=(3,)).generate_state(1, np.uint64)
-        self._seed = int(words[0])
-        self._steps = ppo.steps
+        self._seed = seed_of(np.random.SeedSequence(ppo.config.seed, spawn_key=(3,)))
 
-    def due(self) -> bool:
-        """Whether the iteration that has ended reached the steps of an evaluation; asked once after each."""
-        before, self._steps = self._steps, self._ppo.steps
-        return self._steps // self._every > before // self._every
+    def due(self, before: int) -> bool:
+        """Whether the iteration that began after ``before`` steps has reached those of an evaluation."""
+        return self._ppo.steps // self._every > before // self._every
 
     def play(self) -> Evaluation | None:
         """The evaluation of the policy as it is now; None where episodes took too long. Raises as `evaluate`."""
@@ -61,13 +58,14 @@ class Evaluations:
 
 
 @contextmanager
-def evaluation_envs(plan: TrainingPlan, console: Console) -> Iterator[RunEnvs | None]:
-    """Envs for the evaluations that the plan asks for, closed at the end; None where it asks for none."""
-    if plan.run.eval_every is None:
+def evaluations_of(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console) -> Iterator[Evaluations | None]:
+    """The evaluations that the plan asks for, whose envs are closed at the end; None where it asks for none."""
+    every, episodes = plan.run.eval_every, plan.run.eval_episodes
+    if every is None:
         yield None
         return
-    count = min(plan.config.num_envs, plan.run.eval_episodes)
+    count = min(plan.config.num_envs, episodes)
     # Never in the training's process: that may have the one instance already that a library allows.
     apart: dict[str, Any] = {"caller_steps": False} if "caller_steps" in plan.options else {}
     with start_run_envs(plan, console, count, **apart) as envs:
-        yield envs
+        yield Evaluations(ppo, envs, console, every=every, episodes=episodes)

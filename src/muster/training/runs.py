@@ -26,7 +26,7 @@ from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.evaluation import evaluate
 from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
-from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluation_envs
+from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluations_of
 from muster.training.events import charts
 from muster.training.film import film_episode
 from muster.training.loggers import Loggers, lagging, log_film
@@ -110,15 +110,11 @@ def train(
         return Ended([run_dir], None)
     with start_algorithm(plan, console) as ppo:
         path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
-        with evaluation_envs(plan, console) as apart, RunFolder(path, resume=resume) as folder:
+        with evaluations_of(ppo, plan, console) as evaluations, RunFolder(path, resume=resume) as folder:
             before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
             config = {**plan.to_dict(), "spaces": plain_of(ppo)}  # so that `load_policy` needs no env
             folder.write_config(config)
             _print_header(ppo, plan, console, resume=resume)
-            evaluations = None
-            if apart is not None and plan.run.eval_every is not None:
-                every, episodes = plan.run.eval_every, plan.run.eval_episodes
-                evaluations = Evaluations(ppo, apart, console, every=every, episodes=episodes)
             with Loggers(path, plan.run.log, console, config=config) as loggers:
                 return Ended([path], _train(ppo, plan, folder, console, evaluations, before_s, loggers, callback))
 
@@ -272,8 +268,7 @@ def _train(
 
     def row_of(metrics: PPOMetrics | MAPPOMetrics, evaluation: Evaluation | None = None) -> dict[str, float]:
         seconds = time.monotonic() - started
-        speed = metrics.steps / seconds
-        row = {"seconds": seconds, "steps_per_second": speed, **metrics.as_row()}
+        row = {"seconds": seconds, "steps_per_second": metrics.steps / seconds, **metrics.as_row()}
         if evaluations is not None:
             row["eval_return"] = math.nan if evaluation is None else evaluation.mean_return
             row["eval_length"] = math.nan if evaluation is None else evaluation.mean_length
@@ -292,9 +287,8 @@ def _train(
                 while ppo.steps < ppo.config.total_steps:
                     before = ppo.steps
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
-                    losses = ppo.collector.last_losses
-                    say_restarts(losses, console, begun_at=before, num_envs=ppo.config.num_envs)
-                    judged = stop.call(evaluations.play) if evaluations is not None and evaluations.due() else None
+                    say_restarts(ppo.collector.last_losses, console, begun_at=before, num_envs=ppo.config.num_envs)
+                    judged = stop.call(evaluations.play) if evaluations and evaluations.due(before) else None
                     row = row_of(metrics, judged)
                     save = partial(checkpoints.save, ppo, judged, now=stop.save_asked())
                     disk.tries(partial(write, row), save, log)
