@@ -24,7 +24,7 @@ import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 
-from muster.algorithms.actor_critic import CHOSEN, MEMORY, Explorer, Network, as_seen, torch_threads
+from muster.algorithms.actor_critic import CHOSEN, MEMORY, as_seen, torch_threads
 from muster.algorithms.devices import placed
 from muster.algorithms.encoder import MEASURED, kind_of, observed
 from muster.algorithms.learner import Collected, Learner, Rollout, followers, goes_on
@@ -77,13 +77,8 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
             team.name: Learner(self.policies[team.name], config, (config.num_envs, team.num_agents), at, seed_of(one))
             for team, one in zip(self.teams, minibatches.spawn(len(self.teams)), strict=True)
         }
-        explorers = {
-            team.name: Explorer(self.policies[team.name], self.normalizers.get(team.group), config.learning_rate)
-            for team in self.teams
-        }
-        episodes = EpisodeWindow(self.groups)
-        explorer = AgentsExplorer(self.teams, explorers)
-        super().__init__(envs, facts, config, explorer, at, episodes, seed_of(collecting), collectors)
+        explorer = AgentsExplorer(self.network, config.learning_rate)
+        super().__init__(envs, facts, config, explorer, at, EpisodeWindow(self.groups), seed_of(collecting), collectors)
         self._begin_anew()
 
     def _learn(self, rates: Rates) -> MAPPOMetrics:
@@ -193,8 +188,7 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
 
     @property
     def network(self) -> Networks:
-        networks = [Network(self.policies[team.name], self.normalizers.get(team.group)) for team in self.teams]
-        return Networks(self.teams, networks)
+        return Networks.of(self.teams, self.policies, self.normalizers)
 
     def _learnt(self) -> dict[str, Any]:
         return {

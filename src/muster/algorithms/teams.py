@@ -108,13 +108,12 @@ class AgentsPolicy(nn.Module):
 class AgentsExplorer(nn.Module):
     """What acts while MAPPO collects: an explorer for each team."""
 
-    def __init__(self, teams: Sequence[Team], explorers: Mapping[str, Explorer]) -> None:
+    def __init__(self, networks: Networks, learning_rate: float) -> None:
         super().__init__()
-        self.teams = list(teams)
-        self.explorers: Any = nn.ModuleList(explorers[team.name] for team in teams)
+        self.teams = list(networks.teams)
+        self.explorers: Any = nn.ModuleList(Explorer(*one, learning_rate) for one in networks.networks)
         self.steps = 0  # env steps after which it acts
-        networks = [Network(explorers[team.name].policy, None) for team in teams]
-        self.initial_state = Networks(teams, networks).initial_state
+        self.initial_state = networks.initial_state
 
     def forward(
         self,
@@ -137,6 +136,11 @@ class Networks(NamedTuple):
 
     teams: Sequence[Team]
     networks: Sequence[Network]
+
+    @classmethod
+    def of(cls, teams: Sequence[Team], policies: Mapping[str, Any], normalizers: Mapping[str, Any]) -> Networks:
+        """Those of policies by the team, which see observations by statistics that are by the group."""
+        return cls(teams, [Network(policies[team.name], normalizers.get(team.group)) for team in teams])
 
     @property
     def initial_state(self) -> dict[Any, Tensor] | None:

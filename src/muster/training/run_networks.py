@@ -61,16 +61,13 @@ def networks_in(state: Mapping[str, Any], facts: EnvFacts, plan: TrainingPlan) -
     config, own = plan.config, plan.network
     own = shared_copy(own, {}).cpu() if isinstance(own, torch.nn.Module) else own  # it may hold a lock, or a socket
     if isinstance(config, MAPPOConfig):
-        policies, normalizers = (
-            policies_of(facts, config, np.random.SeedSequence(0), own),
-            normalizers_of(facts, config),
-        )
+        policies = policies_of(facts, config, np.random.SeedSequence(0), own)
+        normalizers = normalizers_of(facts, config)
         for name, policy in policies.items():
             policy.load_state_dict(state["teams"][name]["policy"])
         for name, normalizer in normalizers.items():
             normalizer.load(state["normalizers"][name])
-        teams = teams_of(facts, config)
-        return Networks(teams, [Network(policies[team.name], normalizers.get(team.group)) for team in teams])
+        return Networks.of(teams_of(facts, config), policies, normalizers)
     network = policy_of(config, facts.observation_space, facts.action_space, torch.Generator(), own)
     network.load_state_dict(state["policy"])
     if not config.normalize_observations:
