@@ -15,7 +15,7 @@ from muster.envs.agents import AgentsEnv
 from muster.envs.dm_env import DmEnv, is_dm_env
 from muster.envs.groups import Agent
 from muster.envs.melting_pot import Players, is_list_shaped
-from muster.envs.pettingzoo import is_pettingzoo, is_turn_based
+from muster.envs.pettingzoo import is_pettingzoo, is_turn_based, specs_of
 from muster.envs.pettingzoo_aec import TurnBasedAgents
 from muster.envs.pettingzoo_parallel import ParallelAgents
 from muster.errors import ConfigError, RecipeError
@@ -56,7 +56,8 @@ class Adapter:
             )
         if is_pettingzoo(env):
             groups = getattr(env, "agent_groups", None) if self.groups is None else self.groups
-            return (TurnBasedAgents if is_turn_based(env) else ParallelAgents)(env, groups, self.state)
+            kind = TurnBasedAgents if is_turn_based(env) else ParallelAgents
+            return kind(env, specs_of(env, self.state), groups)
         if is_dm_env(env):
             return Players(env, self.groups) if is_list_shaped(env) else DmEnv(env)
         _require(env, ("reset", "step", "observation_space", "action_space"))

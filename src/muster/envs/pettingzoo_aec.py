@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
 from typing import Any
 
 from muster._core import copied
 from muster.envs.agents import AgentsEnv, Row, Step
 from muster.envs.groups import Agent
-from muster.envs.pettingzoo import specs_of
 from muster.errors import SpecMismatch
 
 _LAST_LENGTH = 5  # the number of values that `last` returns
@@ -26,9 +24,6 @@ class TurnBasedAgents(AgentsEnv):
     ``terminations`` and ``truncations`` say. One that is gone without an end pauses until it returns, or until the env
     has ended; the env keeps its reward for it.
     """
-
-    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
-        super().__init__(env, specs_of(env, state), groups)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)

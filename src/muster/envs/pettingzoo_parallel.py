@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.envs.agents import AgentsEnv, Row, Step
-from muster.envs.groups import Agent
-from muster.envs.pettingzoo import specs_of
 from muster.errors import SpecMismatch
 
 _RESET = ("reset", ("observations", "infos"))
@@ -21,9 +19,6 @@ class ParallelAgents(AgentsEnv):
     An agent that leaves without an end pauses until it returns; what the dicts say of it meanwhile is in its row.
     An agent with a reward or an end, but without an observation, keeps its last observation.
     """
-
-    def __init__(self, env: Any, groups: Mapping[Agent, str] | None, state: bool) -> None:
-        super().__init__(env, specs_of(env, state), groups)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         observations, infos = _by_agent(self.env.reset(seed=seed, options=options), _RESET)
