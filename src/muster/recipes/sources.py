@@ -201,8 +201,13 @@ def factory_example(constructor: str) -> str:
     return f"    def make_env():\n        return {constructor}"
 
 
-def _why_it_stays(env: Any, path: str) -> str:
-    """A line per part of the env that could not have been sent anyway, to show users what their env holds."""
+def what_blocks(env: Any, path: str) -> str:
+    """A line for each of the first parts of the env that cannot be sent; "" where all of it can."""
     blocking = [culprit for culprit in find_culprits(env, path, limit_s=1.0) if culprit.severity == "blocks"]
-    lines = [f"\n  {culprit.path}: {culprit.type}: {culprit.reason}" for culprit in blocking[:3]]
-    return "\nIt could not have been sent to a worker either:" + "".join(lines) if lines else ""
+    return "".join(f"\n  {culprit.path}: {culprit.type}: {culprit.reason}" for culprit in blocking[:3])
+
+
+def _why_it_stays(env: Any, path: str) -> str:
+    """The parts of the env that could not have been sent anyway, to show users what their env holds."""
+    lines = what_blocks(env, path)
+    return f"\nIt could not have been sent to a worker either:{lines}" if lines else ""

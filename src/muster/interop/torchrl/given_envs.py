@@ -14,11 +14,9 @@ from torchrl.envs import EnvBase, EnvCreator, TransformedEnv
 from muster.errors import CannotTravel, ConfigError
 from muster.interop.torchrl.columns import Columns
 from muster.introspection import type_name
-from muster.pickling import Culprit, find_culprits, is_plain
+from muster.pickling import is_plain
 from muster.recipes.existing_env import find_existing_env
-from muster.recipes.sources import factory_example
-
-_SHOWN = 3
+from muster.recipes.sources import factory_example, what_blocks
 
 
 def given(env: EnvBase, **kwargs: Any) -> EnvBase:
@@ -38,11 +36,9 @@ def explained(fns: Sequence[Any], label: str) -> CannotTravel | None:
         if held is None or not isinstance(held[1], EnvBase):
             continue
         path, env = held
-        blocking = [culprit for culprit in find_culprits(env, path, limit_s=1.0) if culprit.severity == "blocks"]
-        if blocking:
+        if lines := what_blocks(env, path):
             return CannotTravel(
-                f"{path} is an env that exists already ({type_name(env)}), and cannot be sent to a worker:"
-                f"{''.join(map(_line, blocking[:_SHOWN]))}\n"
+                f"{path} is an env that exists already ({type_name(env)}), and cannot be sent to a worker:{lines}\n"
                 f"Every env is built where it runs; hand over a function that builds it:\n"
                 f"{factory_example(constructor(env))}"
             )
@@ -57,10 +53,6 @@ def constructor(env: EnvBase) -> str:
     kwargs = {name: value for name, value in getattr(env, "_constructor_kwargs", {}).items() if name in takes}
     written = [f"{name}={value!r}" if is_plain(value) else f"{name}=..." for name, value in kwargs.items()]
     return f"{type(env).__name__}({', '.join(written) or '...'})"
-
-
-def _line(culprit: Culprit) -> str:
-    return f"\n  {culprit.path}: {culprit.type}: {culprit.reason}"
 
 
 class SharedCreator:
