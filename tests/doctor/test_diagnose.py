@@ -162,7 +162,7 @@ def test_a_shared_object_that_hangs_in_a_fork_is_cut_off():
 
     recipe = make_recipes(hanging, 1, {"lock": threading.Lock()})[0]
     verdict = Verdict("make_env", {}, 2, travels=False, tried={"fork": None})
-    subject = Subject(recipe, Trials([recipe], 1.0), "", "")
+    subject = Subject(recipe, Trials([recipe], 1.0), "", None)
     tried, _ = try_lines(candidates(verdict, Measurements()), subject, None, 0.1)
     assert [one.problem for one in tried] == ["building many of it, it hung for 1 s"] * 3
 

@@ -30,7 +30,7 @@ from muster.errors import CannotTravel, RecipeError, WrongType
 from muster.extras import require
 from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
 from muster.introspection import callable_name, type_name
-from muster.pickling import find_culprits, fork_hazards
+from muster.pickling import Culprit, find_culprits, fork_hazards
 from muster.pool.launcher_client import LauncherClient
 from muster.pool.resources import usable_cores
 from muster.recipes.existing_env import is_env
@@ -124,7 +124,7 @@ class Subject:
     """The env that is diagnosed.
 
     trials: of one of it; in forks, where its recipe cannot be sent.  shared: what it shares with this process, in
-    words.  hazard: the path of what a fork of this process must not inherit. Both are empty where there is none.
+    words, "" for nothing.  hazard: what a fork of this process must not inherit; None where there is nothing.
     longest_s: the most seconds for a stage.  fix: what gives each env its own of what two fight over.
     say: called with the name of each stage.
     """
@@ -132,7 +132,7 @@ class Subject:
     recipe: Recipe
     trials: Trials
     shared: str
-    hazard: str
+    hazard: Culprit | None
     longest_s: float = math.inf
     fix: Fix = NO_FIX
     say: Callable[[str], None] = lambda stage: None
@@ -150,7 +150,7 @@ class Subject:
         # What must not be inherited is not tried at all.
         shared = "" if hazards else shared_by([recipe], by_fork=packed is None)
         env_trials = Trials([recipe] if packed is None else packed, timeout_s)
-        return cls(recipe, env_trials, shared, hazards[0].path if hazards else "")
+        return cls(recipe, env_trials, shared, hazards[0] if hazards else None)
 
 
 def _diagnose_env(
@@ -255,8 +255,8 @@ def try_lines(
     build_s: seconds to build one env, if known.  run_s: how long each line is run, after its start.
     """
     why = ""
-    if subject.hazard:
-        why = f"not run: its process would inherit {subject.hazard}, see above"
+    if subject.hazard is not None:
+        why = f"not run: its process would inherit {subject.hazard.path}, see above"
     elif subject.shared:
         why = "not run: its envs would use what they share with this process, see above"
     if why:
@@ -376,9 +376,8 @@ def _try_context(subject: Subject, context: str) -> str | None:
     if not subject.travels:
         if context != "fork":
             return "the recipe cannot be sent to its workers, see above"
-        if hazards := fork_hazards(subject.recipe.parts()):
-            found = f"{hazards[0].path}: {hazards[0].reason}"
-            return f"workers would inherit what they must not use: {found}"
+        if (hazard := subject.hazard) is not None:
+            return f"workers would inherit what they must not use: {hazard.path}: {hazard.reason}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -37,12 +37,8 @@ _BIG_INFO_BYTES = 10_000
 STEPPING_MANY = "stepping many of it"
 
 
-def importing(reporter: Reporter, target: str) -> None:
-    """Imports the module that holds what ``module:name`` or ``file.py:name`` names."""
-    _imported(reporter, target)
-
-
-def _imported(reporter: Reporter, target: str) -> types.ModuleType:
+def importing(reporter: Reporter, target: str) -> types.ModuleType:
+    """Imports the module that holds what ``module:name`` or ``file.py:name`` names, and returns it."""
     named = parse_name(target)
     assert named is not None
     reporter.stage(f"importing the module {named.module}")
@@ -51,7 +47,7 @@ def _imported(reporter: Reporter, target: str) -> types.ModuleType:
 
 def judging(reporter: Reporter, target: str) -> None:
     """Reports whether a policy can be copied. It names a function or class that builds it, or the policy itself."""
-    module = _imported(reporter, target)
+    module = importing(reporter, target)
     try:
         found = find_in(module, target.rpartition(":")[2])
     except RecipeError as error:

@@ -155,7 +155,7 @@ class Trial(Resident):
     def __init__(self, plan: Sequence[Recipe] | Raised, here: Here) -> None:
         self._recipes, self._reporter, self._said = plan, Reporter(here), here.files["tail"]
 
-    def answer(self, question: tuple[Callable[..., None], dict[str, Any]]) -> Raised | None:
+    def answer(self, question: tuple[Callable[..., object], dict[str, Any]]) -> Raised | None:
         trial, options = question
         if isinstance(self._recipes, Raised):
             return self._recipes
@@ -202,7 +202,7 @@ class Trials:
     leftovers: Sequence[str] = ()
 
     def run(
-        self, trial: Callable[..., None], *, hash_seed: int = _HASH_SEED, most_s: float = math.inf, **options: Any
+        self, trial: Callable[..., object], *, hash_seed: int = _HASH_SEED, most_s: float = math.inf, **options: Any
     ) -> TrialOutcome:
         """Calls ``trial(*recipes, reporter, **options)`` in a new process, and returns its outcome.
 
@@ -271,5 +271,4 @@ def _own_traceback(error: BaseException) -> str:
     if True not in frames:
         return ""
     del described.stack[: frames.index(True)]
-    lines = "".join(described.format()).splitlines()
-    return "\n".join(line for line in lines if line.strip(" ^~"))
+    return "\n".join(line for line in "".join(described.format()).splitlines() if line.strip(" ^~"))
