@@ -24,14 +24,17 @@ class BatchedSpaces:
     action: Space
 
 
-def equal_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
-    """The spaces of envs whose spaces are equal. Raises SpecMismatch for the first env that differs from env 0."""
-    return _agreed(facts)
+def equal_spaces(facts: Sequence[EnvFacts], *, bounds: bool = True) -> BatchedSpaces:
+    """The spaces of envs whose spaces are equal. Raises SpecMismatch for the first env that differs from env 0.
 
-
-def alike_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
-    """The spaces of envs whose observations may differ in their bounds. Raises SpecMismatch."""
-    return _agreed(facts, differ=True)
+    bounds: whether those of observations have to be equal, too.
+    """
+    first, observations = facts[0], [one.observation_space for one in facts]
+    require_agreement(observations, [one.action_space for one in facts], bounds=bounds)
+    batched = batch_space(first.observation_space, len(facts)) if bounds else batch_differing_spaces(observations)
+    return BatchedSpaces(
+        first.observation_space, first.action_space, batched, batch_space(first.action_space, len(facts))
+    )
 
 
 def first_envs_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
@@ -41,7 +44,7 @@ def first_envs_spaces(facts: Sequence[EnvFacts]) -> BatchedSpaces:
     """
     observations, actions = [one.observation_space for one in facts], [one.action_space for one in facts]
     require_agreement(observations, actions, bounds=False, action_bounds=False)
-    return _agreed([facts[0]] * len(facts))
+    return equal_spaces([facts[0]] * len(facts))
 
 
 def agents_spaces(rest: Callable[[Sequence[EnvFacts]], BatchedSpaces], facts: Sequence[EnvFacts]) -> BatchedSpaces:
@@ -50,12 +53,3 @@ def agents_spaces(rest: Callable[[Sequence[EnvFacts]], BatchedSpaces], facts: Se
         if found := layout_difference(facts[0].agents, other.agents):
             raise SpecMismatch(f"env {env} differs from env 0: {found}", env_index=env)
     return rest(facts)
-
-
-def _agreed(facts: Sequence[EnvFacts], *, differ: bool = False) -> BatchedSpaces:
-    first, observations = facts[0], [one.observation_space for one in facts]
-    require_agreement(observations, [one.action_space for one in facts], bounds=not differ)
-    batched = batch_differing_spaces(observations) if differ else batch_space(first.observation_space, len(facts))
-    return BatchedSpaces(
-        first.observation_space, first.action_space, batched, batch_space(first.action_space, len(facts))
-    )

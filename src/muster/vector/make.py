@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
@@ -24,7 +25,7 @@ from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
 from muster.vector.assemble import STRICT, vector_env_of
-from muster.vector.batched_spaces import alike_spaces
+from muster.vector.batched_spaces import equal_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import AUTO, Asked, at_most, check_workers, count_processes, one_each
 from muster.vector.parts import SteppingOptions
@@ -197,7 +198,7 @@ def make_vec(
         max_restarts=max_restarts if on_failure == "restart" else None,
         caller_steps=caller_steps,
     )
-    parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=alike_spaces)
+    parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=partial(equal_spaces, bounds=False))
     return vector_env_of(chosen, parts, stepping)
 
 
