@@ -20,28 +20,26 @@ WorkerEnv = Variables | Sequence[Variables] | Callable[[int], Variables]
 Changes = dict[str, str | None]
 
 
-def changes_of(
-    worker_env: WorkerEnv | None, num_workers: int, *, name: str = "worker_env", worker: str = "worker"
-) -> list[Changes]:
+def changes_of(worker_env: WorkerEnv | None, num_workers: int, *, worker: str = "worker") -> list[Changes]:
     """The changes to the environment of each worker. A function is called here, in the caller.
 
-    name, worker: the names of `worker_env` and of a worker, for messages. Raises ConfigError.
+    worker: the name of one, for messages. Raises ConfigError.
     """
     if worker_env is None:
         return [{} for _ in range(num_workers)]
     if isinstance(worker_env, Mapping):
-        return [_checked(worker_env, name)] * num_workers
+        return [_checked(worker_env, "worker_env")] * num_workers
     if isinstance(worker_env, (list, tuple)):
         if len(worker_env) != num_workers:
             raise ConfigError(
-                f"{name} is a list of {len(worker_env)} dicts, but the number of {worker}s is {num_workers}; give one "
-                f"dict per {worker}, one dict for all, or a function of the {worker}'s index"
+                f"worker_env is a list of {len(worker_env)} dicts, but the number of {worker}s is {num_workers}; give "
+                f"one dict per {worker}, one dict for all, or a function of the {worker}'s index"
             )
-        return [_checked(one, f"{name}[{i}]") for i, one in enumerate(worker_env)]
+        return [_checked(one, f"worker_env[{i}]") for i, one in enumerate(worker_env)]
     if callable(worker_env):
-        return [_checked(worker_env(i), f"{name}({i})") for i in range(num_workers)]
+        return [_checked(worker_env(i), f"worker_env({i})") for i in range(num_workers)]
     raise ConfigError(
-        f"{name} must be a dict of environment variables, a list of one dict per {worker}, or a function of the "
+        f"worker_env must be a dict of environment variables, a list of one dict per {worker}, or a function of the "
         f"{worker}'s index that returns a dict, got {type(worker_env).__name__} {worker_env!r}"
     )
 
@@ -111,8 +109,7 @@ def _umask() -> int:
 
 def changed(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     """A copy of an environment, with the changes made."""
-    merged = {**environ, **changes}
-    return {name: value for name, value in merged.items() if value is not None}
+    return {name: value for name, value in {**environ, **changes}.items() if value is not None}
 
 
 def search_path() -> list[str]:

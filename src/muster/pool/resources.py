@@ -268,8 +268,7 @@ def descendants(pid: int) -> list[int] | None:
     A process whose parent has ended belongs to nobody here.
     """
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
-        lists = [_children(pid, thread) for thread in threads]
+        lists = [_children(pid, thread) for thread in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return None
     found = []
@@ -288,10 +287,8 @@ def _children(pid: int, thread: str) -> list[str]:
         return []
 
 
-def private_bytes(pid: int | None) -> int | None:
+def private_bytes(pid: int) -> int | None:
     """Bytes of memory that only process `pid` holds; None where it has ended, or the kernel does not tell."""
-    if pid is None:
-        return None
     private = [
         int(line.split()[1]) * 1024
         for line in read_text(Path(f"/proc/{pid}/smaps_rollup")).splitlines()

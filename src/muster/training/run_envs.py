@@ -93,12 +93,9 @@ def state_of(plan: TrainingPlan) -> dict[str, bool]:
     return {"state": plan.config.critic == "centralised"} if isinstance(plan.config, MAPPOConfig) else {}
 
 
-def open_envs(
-    env: Any, num_envs: int, *, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]], **options: Any
-) -> RunEnvs:
-    """Envs, of an id or a factory, as training needs them. Raises what `make_vec` raises."""
-    made = {"autoreset_mode": "same_step", **options}
-    return make_vec(env, num_envs, env_kwargs=env_kwargs, wrappers=wrappers, **made)
+def open_envs(env: Any, num_envs: int, **options: Any) -> RunEnvs:
+    """Envs, of an id or a factory, as training needs them. Options are those of `make_vec`, whose errors it raises."""
+    return make_vec(env, num_envs, **{"autoreset_mode": "same_step", **options})
 
 
 @contextmanager
