@@ -12,6 +12,7 @@ import gymnasium as gym
 
 from muster.command_line.parser import option_of
 from muster.errors import DISK_FULL, ConfigError, EnvError, MusterError, RecipeError, printable
+from muster.pool.launcher import fill_standard_fds
 
 FAILED, MISUSED, SIGNALLED = 1, 2, 128  # the last one less the signal's number
 REPORTED = (MusterError, gym.error.Error, ImportError, OSError, MemoryError)  # what is no fault of Muster's
@@ -49,9 +50,7 @@ def _said_of(error: Exception) -> str:
 
 def prepare_streams() -> None:
     """Opens /dev/null for the streams that are closed: the next file would take their numbers, and be printed into."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
+    fill_standard_fds()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it stays open, as a stream does
