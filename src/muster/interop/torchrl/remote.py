@@ -43,7 +43,7 @@ class Pool:
         self.num_envs = len(recipes)
         self._call: UserCall = recipes[0].call
         self._arguments = [(recipe.labels[1], recipe.kwargs) for recipe in recipes]
-        self._context = context
+        self.start_method = context or "forkserver"  # of the processes, as the user has asked for it
         self._key_sets: dict[Keys, int] = {}
         self._noted: dict[int, tuple[Any, Any]] = {}
         self._answers: dict[int, Any] = {}
@@ -62,11 +62,6 @@ class Pool:
         assert isinstance(envs, VectorEnv)
         self.vector_env = envs
         self._of_all = {one: np.full((self.num_envs, 2), (one, NO_KEYS), np.int64) for one in Command}
-
-    @property
-    def start_method(self) -> str:
-        """The start method of the processes, as the user has asked for it."""
-        return self._context or "forkserver"
 
     # ---- before the first step
 
@@ -177,7 +172,7 @@ class Pool:
 
     def _pickled(self, env: int, message: tuple[Any, Any]) -> bytes:
         name = message[0] if isinstance(message[0], str) else ".".join(message[0])
-        return sealed(message, f"what {name} sends to env {env}", message[1], context=self._context)
+        return sealed(message, f"what {name} sends to env {env}", message[1], context=self.start_method)
 
     # ---- closing
 
