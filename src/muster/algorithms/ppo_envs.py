@@ -128,14 +128,10 @@ def _require_fitting(config: PPOConfig, *spaces: gym.Space[Any]) -> None:
     leaves = [leaf for one in spaces for leaf in (leaves_of(one).values() if kind_of(one) == "mixed" else [one])]
     if config.sprite is not None and "images" not in map(kind_of, leaves):
         raise ConfigError("sprite", "left out where no observation is an image", config.sprite)
-    for space in spaces:
-        _require_measurements(config, space)
-
-
-def _require_measurements(config: PPOConfig, space: gym.Space[Any]) -> None:
-    if config.normalize_observations and kind_of(space) not in MEASURED:
-        raise ConfigError(
-            "normalize_observations is for measurements, such as positions and speeds: Boxes of floats, of large "
-            f"whole numbers, and rows of bytes. This env observes {space}, which the policy reads as {kind_of(space)}, "
-            "in numbers of about 1 already. Leave it off."
-        )
+    for space in spaces if config.normalize_observations else ():
+        if (kind := kind_of(space)) not in MEASURED:
+            raise ConfigError(
+                "normalize_observations is for measurements, such as positions and speeds: Boxes of floats, of large "
+                f"whole numbers, and rows of bytes. This env observes {space}, which the policy reads as {kind}, in "
+                "numbers of about 1 already. Leave it off."
+            )

@@ -79,8 +79,10 @@ def _about_system() -> Fact:
 
 
 def _about_cores() -> Fact:
+    import psutil  # which only this report needs, and no other part of the doctor
+
     count, allowed, quota, cores = os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(), usable_cores()
-    physical = _psutil().cpu_count(logical=False)
+    physical = psutil.cpu_count(logical=False)
     text = f"{count} logical CPU{'s' * (count > 1)}"
     if physical and physical < count:
         text += f" on {physical} cores" if physical > 1 else " on 1 core"
@@ -91,13 +93,6 @@ def _about_cores() -> Fact:
     if cores == 1:
         return Fact("note", "cores", text, meaning='make_vec starts 1 worker; backend="serial" does without it')
     return Fact("good", "cores", text, meaning=f"make_vec starts {cores} workers, fewer for fewer envs")
-
-
-def _psutil() -> Any:
-    """psutil, which only this report needs, and no other part of the doctor."""
-    import psutil
-
-    return psutil
 
 
 def _about_memory() -> Fact:
@@ -140,8 +135,7 @@ def _about_gpu() -> Fact:
         return Fact("note", "GPU", text, meaning="it is hidden; policies compute on the CPU")
     if torch.endswith("+cpu"):
         return Fact("warns", "GPU", text, meaning=f"the installed torch ({torch}) cannot use it")
-    meaning = 'policies can use it: policy_device="cuda"'
-    return Fact("good", "GPU", text, meaning=meaning)
+    return Fact("good", "GPU", text, meaning='policies can use it: policy_device="cuda"')
 
 
 def _about_limits() -> Fact:
@@ -171,8 +165,7 @@ def _about_file_size() -> list[Fact]:
     if limit == resource.RLIM_INFINITY:
         return []
     text = f"no file may be larger than {size(limit)}"
-    meaning = "it applies to Muster's memory files, too"
-    return [Fact("warns", "limits", text, "ulimit -f unlimited", meaning)]
+    return [Fact("warns", "limits", text, "ulimit -f unlimited", "it applies to Muster's memory files, too")]
 
 
 def _about_starts() -> list[Fact]:

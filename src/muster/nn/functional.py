@@ -170,7 +170,7 @@ def all_names(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def tensor_owners(module: nn.Module) -> list[nn.Module]:
     """The modules inside ``module``, itself included, that hold a tensor."""
-    return [owner for owner in module.modules() if next(_own_tensors(owner), None) is not None]
+    return [one for one in module.modules() if [*one.parameters(recurse=False), *one.buffers(recurse=False)]]
 
 
 @contextmanager
@@ -200,11 +200,6 @@ def sole_use(module: nn.Module, owners: Iterable[nn.Module]) -> Iterator[None]:
 def _names_inside_tensordicts(module: nn.Module) -> frozenset[str]:
     prefixes = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, TensorDictBase))
     return frozenset(name for name, _ in all_names(module) if name.startswith(prefixes))
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
 
 
 def _unknown_names(module: nn.Module, tensors: Mapping[str, Tensor], known: frozenset[str]) -> str:

@@ -27,11 +27,6 @@ def first_difference(expected: Space, got: Space, path: str, *, bounds: bool) ->
 
     Dict keys are compared by value, in any order.
     """
-
-    def differ(field: str, a: object, b: object) -> Difference | None:
-        same = isinstance(b, np.ndarray) and np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
-        return None if same else Difference(path, field, a, b)
-
     if type(expected) is not type(got):
         return Difference(path, "type", type(expected).__name__, type(got).__name__)
     if isinstance(expected, spaces.Dict) and isinstance(got, spaces.Dict):
@@ -45,8 +40,9 @@ def first_difference(expected: Space, got: Space, path: str, *, bounds: bool) ->
     else:
         layout, limits = _fields(expected)
         for field in layout + (limits if bounds else ()):
-            if found := differ(field, getattr(expected, field), getattr(got, field)):
-                return found
+            a, b = getattr(expected, field), getattr(got, field)
+            if not (np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b):
+                return Difference(path, field, a, b)
         if not layout and expected != got:
             return Difference(path, "space", expected, got)
         return None

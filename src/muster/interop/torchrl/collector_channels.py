@@ -81,7 +81,7 @@ class CollectorPool:
     """The worker processes of one collector of TorchRL's, each of which has built a collector."""
 
     def __init__(self, recipes: Sequence[Recipe], files: Files, *, context: str, num_threads: int) -> None:
-        self.num_workers = len(recipes)
+        self.num_workers = count = len(recipes)
         self._context = context
         self._files = files
         self._work = _Work()
@@ -95,7 +95,8 @@ class CollectorPool:
         self._answers: dict[int, Any] = {}
         self._pool = _pool_of(recipes, files, self._work, context, num_threads)
         self._finalizer = weakref.finalize(self, close_abandoned, self._pool.close, files.end_free_runs)
-        facts = self._pool.start(_judge(self.num_workers))
+        judge = MemoryPlan(count, count, "warn", min(usable_cores(), count)).accepts
+        facts = self._pool.start(judge if count > 1 else None)
         self._pool.never_replaces()
         self._uses_buffers = [one.uses_buffers for one in facts]
         self.loop_reason: str = next((one.loop_reason for one in facts if one.loop_reason), "")
@@ -311,12 +312,6 @@ def _pool_of(recipes: Sequence[Recipe], files: Files, work: _Work, context: str,
     starting = f"starting {count} env{'s' * (count > 1)} in {count} process{'es' * (count > 1)}"
     nouns = replace(NOUNS, pool="the collector is", starting=starting, rebuilding=call.hanging())
     return Pool("muster.interop.torchrl.collector_worker:CollectorResident", plans, ways, work, nouns=nouns)
-
-
-def _judge(count: int) -> Callable[[Any], bool] | None:
-    if count == 1:
-        return None
-    return MemoryPlan(count, count, "warn", min(usable_cores(), count)).accepts
 
 
 def _opened(answered: Answered) -> Any:

@@ -240,16 +240,12 @@ class ReplicaPool:
     def _ask_all(self, question: object, words: str = "answering a call") -> list[Any]:
         """The answers of all collectors. Raises the first failure."""
         answers = self._ask(dict.fromkeys(self._collectors, question), words)
-        self._raise_first(answers)
-        return list(answers.values())
-
-    def _raise_first(self, answers: Mapping[int, Any]) -> None:
-        """Raises the first failure among answers, if any."""
         for k, answer in answers.items():
             if isinstance(answer, Raised):
                 raise self._error(k, answer)
             if isinstance(answer, Lost):
                 raise answer.error
+        return list(answers.values())
 
     def _ask(self, questions: Mapping[int, object], words: str) -> dict[int, Any]:
         """Asks collectors between batches; returns the answers by collector, among them what is `Raised` or `Lost`."""
