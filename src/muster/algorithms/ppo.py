@@ -76,8 +76,7 @@ class PPO(OnPolicy[PPOMetrics]):
         rollout = self.collect_rollout()
         steps = self.collector.frames
         losses = self.learner.update(rollout, rates, steps)
-        explained = rollout.explained_variance()
-        return PPOMetrics(steps, self.episodes.summary(), losses, explained, rates.learning_rate)
+        return PPOMetrics(steps, self.episodes.summary(), losses, rollout.explained_variance(), rates.learning_rate)
 
     @torch.no_grad()
     def collect_rollout(self) -> Rollout:

@@ -166,8 +166,7 @@ class ProcessBackend(PooledBackend):
         here = " and in this one" if self._options.caller_steps else ""
         dying = [advise_apart(self._recipes[envs.start : envs.stop]) for envs in map(self.envs_of, self._hosts)]
         nouns = with_hints(self.nouns, self.user_call, len(self._recipes), self.num_workers, here)
-        limited = self._options.step_timeout_s is not None
-        return dataclasses.replace(nouns, dying=tuple(dying), limited=limited)
+        return dataclasses.replace(nouns, dying=tuple(dying), limited=self._options.step_timeout_s is not None)
 
     def _judge(self) -> Any:
         count, options = len(self._recipes), self._options

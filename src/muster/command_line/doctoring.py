@@ -51,10 +51,9 @@ def diagnose_for(options: DoctorOptions) -> Diagnosis:
     judged = None if options.policy is None else judge_target(options.policy, options.timeout)
     factory = None if options.policy_factory is None else policy_factory_of(options.policy_factory)
     chosen: dict[str, Any] = {name: getattr(options, name) for name in ("num_envs", "env_kwargs", "timeout", "seconds")}
-    soak_s, name = options.soak, options.env
+    chosen |= {"policy_factory": factory, "wrappers": wrappers, "soak_s": options.soak, "name": options.env}
     with _progress() as progress:
-        chosen |= {"policy_factory": factory, "wrappers": wrappers, "progress": progress}
-        diagnosis = diagnose(env, soak_s=soak_s, name=name, **chosen)
+        diagnosis = diagnose(env, progress=progress, **chosen)
     if judged is not None:
         diagnosis = replace(diagnosis, findings=(*diagnosis.findings, judged[0]), policy=judged[1])
     advice = diagnosis.recommendation

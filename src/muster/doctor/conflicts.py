@@ -41,8 +41,7 @@ class Conflicts:
         same = f"two of it at once use the same {shown}, each in a process of its own"
         remedy = str(self.fix) if self.fix is not None else _OF_ITS_OWN if shown else None
         if self.fails:
-            fails = f"two of it at once do not run: {self.pair.problem}"
-            parts = [same if shown else "", fails, self.pair.detail]
+            parts = [same if shown else "", f"two of it at once do not run: {self.pair.problem}", self.pair.detail]
             return [Finding("blocks", "at once", "\n".join(filter(None, parts)), remedy)]
         return [Finding("warns", "at once", same, remedy)] if shown else []
 

@@ -121,8 +121,7 @@ def about_start_methods(tried: Mapping[str, str | None], known: bool) -> list[Fi
     severity: Severity = "note" if works else "blocks"
     for problem, names in alike.values():
         subject = f"{', '.join(names)} {'do' if len(names) > 1 else 'does'} not work"
-        shown = first_line(problem) if known else problem
-        found.append(Finding(severity, "start methods", f"{subject}: {shown}"))
+        found.append(Finding(severity, "start methods", f"{subject}: {first_line(problem) if known else problem}"))
     return found
 
 

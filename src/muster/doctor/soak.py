@@ -141,8 +141,7 @@ def _samples(env: Any, seconds: float, alive: Callable[[], None]) -> Iterator[Sa
             steps_s.clear()
             resets_s.clear()
             # Not by the wall's clock: while other processes have the core, the env does not step either.
-            cost_s = time.thread_time() - cpu_s
-            next_at_s = at_s + max(seconds / _MOST_SAMPLES, cost_s / _SAMPLE_COSTS_AT_MOST)
+            next_at_s = at_s + max(seconds / _MOST_SAMPLES, (time.thread_time() - cpu_s) / _SAMPLE_COSTS_AT_MOST)
             if at_s > seconds:
                 return
         while not player.over and at_s <= min(seconds, began_at_s + seconds * _LONGEST_EPISODE):

@@ -38,6 +38,7 @@ ASYNC_COMPLAINTS: Complaints = (
 def agreed_spaces(mode: ObservationMode, complaints: Complaints, facts: Sequence[EnvFacts]) -> BatchedSpaces:
     """The spaces of Gymnasium's classes. Raises their exceptions, with `complaints`, for an env that does not agree."""
     first = facts[0]
+    single = first.observation_space
     if isinstance(mode, tuple) and len(mode) == 2:
         if not all(isinstance(space, spaces.Space) for space in mode):
             raise TypeError(
@@ -45,10 +46,8 @@ def agreed_spaces(mode: ObservationMode, complaints: Complaints, facts: Sequence
             )
         observations, single = mode
     elif mode == "same":
-        single = first.observation_space
         observations = batch_space(single, len(facts))
     elif mode == "different":
-        single = first.observation_space
         observations = batch_differing_spaces([one.observation_space for one in facts])
     else:
         raise ValueError(

@@ -255,7 +255,6 @@ class AsyncVectorEnv(_DropIn):
         self.max_concurrency = max_concurrency
         self._doing = "step"  # what envs that owe an answer were asked for last
         agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, ASYNC_COMPLAINTS)
-        most = max_restarts if on_failure == "restart" else None
         with originals_raised():
             backend = processes(
                 [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)],
@@ -267,7 +266,7 @@ class AsyncVectorEnv(_DropIn):
                 original_forks=context is None,
                 restarts=(on_failure, max_restarts, step_timeout),
             )
-            self._start(backend, copy, agree, _raise_last, _REWARD, most)
+            self._start(backend, copy, agree, _raise_last, _REWARD, max_restarts if on_failure == "restart" else None)
 
     # ---- the calls, each refused while another is pending
 

@@ -228,8 +228,7 @@ class DummyVecEnv(MusterVecEnv):
     """
 
     def __init__(self, env_fns: EnvFns, *, worker_init: WorkerInit = None) -> None:
-        recipes = recipes_of(env_fns, DUMMY_VEC_ENV, (of_gymnasium,), may_reuse=True)
-        backend = in_this_process(recipes, worker_init)
+        backend = in_this_process(recipes_of(env_fns, DUMMY_VEC_ENV, (of_gymnasium,), may_reuse=True), worker_init)
         with originals_raised():
             envs = _Envs(backend, ignores_surplus=True)
         self.envs = backend.envs
@@ -276,7 +275,6 @@ class SubprocVecEnv(MusterVecEnv):
         step_timeout: float | None = None,
     ) -> None:
         recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
-        most = max_restarts if on_failure == "restart" else None
         with originals_raised():
             backend = processes(
                 recipes,
@@ -287,7 +285,7 @@ class SubprocVecEnv(MusterVecEnv):
                 close_limits=FOR_EVER,
                 restarts=(on_failure, max_restarts, step_timeout),
             )
-            super().__init__(_Envs(backend, most))
+            super().__init__(_Envs(backend, max_restarts if on_failure == "restart" else None))
 
 
 def as_sb3(envs: VectorEnv) -> MusterVecEnv:
@@ -320,8 +318,7 @@ def make_vec_env(
             "Every env is built where it runs"
         )
     cls = vec_env_cls or DummyVecEnv
-    in_process = isinstance(cls, type) and issubclass(cls, DummyVecEnv)
-    call = MAKE_DUMMY_VEC_ENV if in_process else MAKE_VEC_ENV
+    call = MAKE_DUMMY_VEC_ENV if isinstance(cls, type) and issubclass(cls, DummyVecEnv) else MAKE_VEC_ENV
     fns = [
         FromArguments(
             _monitored,

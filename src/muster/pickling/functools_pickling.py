@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 import cloudpickle
 
 from muster.introspection import module_name
-from muster.pickling.main_module import MAIN_NAMES, Arriving, Definitions, is_only_here, own_first
+from muster.pickling.main_module import CACHE, MAIN_NAMES, Arriving, Definitions, is_only_here, own_first
 from muster.pickling.walk import is_found_by_name, is_importable
 
 
@@ -104,7 +104,6 @@ def dumps(value: object, *, lays_main: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-_CACHE = type(functools.lru_cache(len))
 _DISPATCHER = cast(types.FunctionType, functools.singledispatch(len)).__code__
 _OWN_OF_DISPATCHERS = ("register", "dispatch", "registry", "_clear_cache", "__wrapped__")
 
@@ -114,7 +113,7 @@ def reduction_of(value: Any) -> tuple[Any, ...] | None:
     kind = type(value)
     if kind is functools.cached_property:
         return _cached_property, (value.func, value.attrname)
-    if kind is _CACHE and not is_importable(value):
+    if kind is CACHE and not is_importable(value):
         function, parameters = (vars(value).get(name) for name in ("__wrapped__", "cache_parameters"))
         # Code that wraps a cache may have replaced `__wrapped__`: then it is not known which function the cache calls.
         if parameters is None or not any(part is function for part in gc.get_referents(value)):

@@ -24,8 +24,8 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 _OF_MODULES = ("__package__", "__name__", "__path__", "__file__")
 # What stays here of a module that travels whole: how it was loaded may hold anything.
 _OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")
-_CACHE = type(functools.lru_cache(len))
-_NAMED = (type, types.FunctionType, _CACHE)
+CACHE = type(functools.lru_cache(len))
+_NAMED = (type, types.FunctionType, CACHE)
 _DEFINED = (*_NAMED, types.ModuleType)
 
 Shown = tuple[str | None, ModuleSpec | None]

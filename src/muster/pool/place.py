@@ -130,8 +130,7 @@ class Place(Owing):
         """Seconds for which nothing has come of the answer that it owes; 0 where it owes none."""
         if self.asked_at is None:
             return 0.0
-        since = max(self.asked_at, self.ready_at, self.channel.heard_at)
-        return watched_s() - since
+        return watched_s() - max(self.asked_at, self.ready_at, self.channel.heard_at)
 
     def start_left_s(self) -> float:
         """Seconds that its worker, which is still starting, has left; not below 0."""

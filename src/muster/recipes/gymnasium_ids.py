@@ -226,8 +226,7 @@ def _may_be_atari(env_id: str) -> bool:
     """Whether the id is of no namespace, and of no family that is registered: ALE's older ids are such, ``Pong-v4``."""
     name = env_id.partition("-v")[0]
     known = {spec.name for spec in gym.registry.values() if spec.namespace is None}
-    unknown = not {"/", ":"} & set(env_id) and name not in known
-    return unknown and is_installed("ale_py")
+    return not {"/", ":"} & set(env_id) and name not in known and is_installed("ale_py")
 
 
 def _register_atari(env_id: str) -> None:

@@ -58,8 +58,7 @@ class Named:
             raise RecipeError(
                 f"{self.file or self.module} cannot be imported: {type(error).__name__}: {error}{_line_of(error)}"
             ) from error
-        is_id = re.search(r"-v\d+$", self.name) is not None
-        return self.name if is_id else find_in(module, self.name)
+        return self.name if re.search(r"-v\d+$", self.name) else find_in(module, self.name)
 
     def import_code(self, name: str = "") -> str:
         """The lines that import it, for a program in the working folder. name: what it is called there."""

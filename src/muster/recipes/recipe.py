@@ -222,8 +222,7 @@ def unpack(
     load = Unpickler(io.BytesIO(packed), buffers=buffers).load
     if has_init:
         run(_loaded(load, fds, "worker_init", "What it needs has to be importable in the worker."))
-    lazily = textwrap.indent(call.lazily(), " " * 6)
-    instead = f"Build it in the worker instead:\n{lazily}"
+    instead = f"Build it in the worker instead:\n{textwrap.indent(call.lazily(), ' ' * 6)}"
     recipes: list[Recipe] = _loaded(load, fds, f"a part of {call.sent()}", instead)
     # Again: what the caller registered last counts, not what a module has registered that was imported just now.
     gym.registry.update({spec.id: spec for spec in registered})

@@ -169,6 +169,5 @@ class BatchSource(ABC):
 
 def _fill(replay_buffer: Any, batch: TensorDict) -> None:
     """Adds a batch ``[N, T]`` to a replay buffer, see `Collector`."""
-    storage = getattr(replay_buffer, "storage", None)
-    whole_batch = getattr(storage, "ndim", 1) > 1
+    whole_batch = getattr(getattr(replay_buffer, "storage", None), "ndim", 1) > 1
     replay_buffer.extend(batch if whole_batch else batch[batch["collector", "mask"]])

@@ -44,8 +44,7 @@ def film_episode(
     """
     frames = _frames(envs, policy, seed, max_steps)
     first = next(frames)
-    rate = round(envs.metadata.get("render_fps") or _FRAMES_PER_SECOND)
-    aside, film, stream = _begun(path, rate)
+    aside, film, stream = _begun(path, round(envs.metadata.get("render_fps") or _FRAMES_PER_SECOND))
     import av
 
     height, width = (size - size % 2 for size in first.shape[:2])  # H.264 has even sizes

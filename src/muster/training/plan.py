@@ -56,8 +56,7 @@ class RunOptions:
         if len(set(self.log)) < len(self.log):
             raise ConfigError("log", "a list that names each logger once", self.log)
         if unknown := [name for name in self.log if name not in KNOWN_LOGGERS and not all(split_name(name))]:
-            expected = f"{', '.join(KNOWN_LOGGERS)}, module:function or file.py:function"
-            raise ConfigError("log", expected, unknown[0])
+            raise ConfigError("log", f"{', '.join(KNOWN_LOGGERS)}, module:function or file.py:function", unknown[0])
 
     @property
     def log_functions(self) -> list[str]:

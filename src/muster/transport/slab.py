@@ -187,8 +187,7 @@ def split_evenly(num_envs: int, num_parts: int) -> tuple[int, ...]:
     (0, 3, 6, 8)
     """
     base, extra = divmod(num_envs, num_parts)
-    firsts = [part * base + min(part, extra) for part in range(num_parts + 1)]
-    return tuple(firsts)
+    return tuple(part * base + min(part, extra) for part in range(num_parts + 1))
 
 
 def contiguous(ids: Sequence[int] | npt.NDArray[np.int64]) -> slice | None:

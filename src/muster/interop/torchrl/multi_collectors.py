@@ -92,8 +92,7 @@ class _InWorkers:
 
     def _run_processes(self: Any) -> None:
         if self.num_threads is None:
-            here = torch.get_num_threads() - self._total_workers_from_env(self.create_env_fn)
-            self.num_threads = max(1, here)
+            self.num_threads = max(1, torch.get_num_threads() - self._total_workers_from_env(self.create_env_fn))
         torch.set_num_threads(self.num_threads)
         context = "fork" if multiprocessing.get_start_method(allow_none=True) == "fork" else "forkserver"
         self._traj_pool = _TrajectoryPool(ctx=multiprocessing.get_context(context), lock=True)
@@ -119,8 +118,6 @@ class _InWorkers:
     def _recipes(self: Any, context: str) -> list[Recipe]:
         policy = None if any(self.policy_factory) else self.policy
         is_sent = policy is not None and context != "fork"
-        compiled = self.compiled_policy_kwargs if self.compiled_policy else False
-        cudagraphed = self.cudagraphed_policy_kwargs if self.cudagraphed_policy else False
         for_all = {
             "init_fn": self._worker_init_fn,
             "collector_class": self.collector_class,
@@ -135,8 +132,8 @@ class _InWorkers:
             "options": {
                 **{name: getattr(self, name) for name in _OPTIONS},
                 "use_buffers": self._use_buffers,
-                "compile_policy": compiled,
-                "cudagraph_policy": cudagraphed,
+                "compile_policy": self.compiled_policy_kwargs if self.compiled_policy else False,
+                "cudagraph_policy": self.cudagraphed_policy_kwargs if self.cudagraphed_policy else False,
                 "auto_register_policy_transforms": self._auto_register_policy_transforms,
                 "track_policy_version": self.policy_version_tracker is not None,
             },

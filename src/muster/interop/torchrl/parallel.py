@@ -384,6 +384,5 @@ def _skeleton_of(whole: TensorDictBase) -> TensorDictBase | None:
     """
     if has_stacks(whole):
         return None
-    paths = [key for key in whole.keys(True, True) if isinstance(key, tuple)]
-    repeats = any(path[-1] == path[-2] for path in paths)
+    repeats = any(key[-1] == key[-2] for key in whole.keys(True, True) if isinstance(key, tuple))
     return whole.exclude("next").empty(recurse=True) if repeats else None
