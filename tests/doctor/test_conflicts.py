@@ -202,6 +202,7 @@ def test_envs_that_want_nothing_of_each_other_are_told_of_nothing(env, port):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["gymnasium", "minigrid", "pettingzoo"])
+@pytest.mark.filterwarnings("ignore:.*out of date:DeprecationWarning")
 def test_installed_envs_are_told_of_nothing(package):
     told = {name: found for name in installed(package) if (found := conflicts_of(name)).findings()}
     assert not told
@@ -211,8 +212,11 @@ def installed(package: str) -> list[str]:
     """Ids of envs that can be reset here, one of each class."""
     pytest.importorskip(package)
     if package == "pettingzoo":
+        families = {"mpe2": "mpe2", **{f"pettingzoo.{name}": name for name in ("sisl", "butterfly", "classic")}}
         names = [
-            f"pettingzoo/mpe2/{one.name}" for one in pkgutil.iter_modules(importlib.import_module("mpe2").__path__)
+            f"pettingzoo/{family}/{one.name}"
+            for module, family in families.items()
+            for one in pkgutil.iter_modules(importlib.import_module(module).__path__)
         ]
         return [name for name in names if name.rpartition("_v")[2].isdigit()]
     newest = {}
