@@ -25,6 +25,7 @@ def until(true: Callable[[], object], program: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_script_for_slurm_saves_when_asked_and_is_queued_again_until_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def test_batches_on_two_nodes_are_those_of_home(cluster):
     assert f"3 collectors on 2 nodes of the Ray cluster at {cluster.address}: 2 on " in err
 
 
+@pytest.mark.slow
 def test_a_node_host_that_is_killed_is_replaced_and_envs_are_closed_at_the_end(cluster, tmp_path):
     path = tmp_path / "closed"
     seen, _ = result_of(cluster, "told_and_lost", path)
