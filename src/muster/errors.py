@@ -34,10 +34,13 @@ from __future__ import annotations
 import errno
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gymnasium.error
 
+UNCOPYABLE_PAGE = "problems/uncopyable-policies"
+_PAGES = Path(__file__).parent / "docs"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last one by `ulimit -f`
 
 
@@ -55,7 +58,15 @@ class WorkerName:
 
 
 class MusterError(Exception):
-    """The root of Muster's exceptions."""
+    """The root of Muster's exceptions.
+
+    page: the page of ``docs/`` that says more, also a folder of the installed package; empty where none does.
+    """
+
+    page = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + more(self.page)
 
     @property
     def headline(self) -> str:
@@ -74,6 +85,10 @@ class CannotTravel(MusterError, TypeError):
     """
 
     batch: Any = None
+
+    def __init__(self, message: str, page: str = "problems/files-and-locks") -> None:
+        super().__init__(message)
+        self.page = page
 
 
 class EnvError(MusterError, RuntimeError):
@@ -166,7 +181,11 @@ class WorkerDied(WorkerError):
         stderr = f"\nThe last lines of its stderr:\n{self.last_words}" if self.last_words else ""
         happened = f"died: {how_ended(self.exit_code)}. It was {self.doing}."
         hint = f"\n{self.hint}" if self.hint else ""
-        return f"{self.worker} {happened}\nLikely cause: {self.cause}{hint}{stderr}"
+        return f"{self.worker} {happened}\nLikely cause: {self.cause}{hint}{stderr}{more(self.page)}"
+
+    @property
+    def page(self) -> str:  # type: ignore[override]  # by the cause
+        return "problems/bus-error" if self.exit_code == -signal.SIGBUS else "tasks/restarts"
 
 
 class WorkerTimeout(WorkerError, TimeoutError):
@@ -175,6 +194,8 @@ class WorkerTimeout(WorkerError, TimeoutError):
     doing, limit: what the worker was doing, and the limit, in words.  elapsed_s: seconds without an answer.
     stack: the output of faulthandler; None for a thread, which nothing can kill.  hint: what the stack may mean.
     """
+
+    page = "problems/envs-that-hang"
 
     def __init__(
         self, worker: WorkerName, doing: str, limit: str, elapsed_s: float = 0, stack: str | None = None, hint: str = ""
@@ -187,7 +208,7 @@ class WorkerTimeout(WorkerError, TimeoutError):
             remedy = 'A thread cannot be killed, so it is left behind; backend="process" would end it.'
             return f"{self.worker} did not answer within {self.limit} while {self.doing}. {remedy}"
         happened = f"did not answer for {self.elapsed_s:.1f} s ({self.limit}) and was killed; it was {self.doing}."
-        return f"{self.worker} {happened}{self.hint}\nIts Python stack:\n{self.stack}"
+        return f"{self.worker} {happened}{self.hint}\nIts Python stack:\n{self.stack}{more(self.page)}"
 
 
 class CollectorError(WorkerError):
@@ -255,7 +276,7 @@ class ConfigError(MusterError, ValueError):
         return self.naming(self.option)
 
     def naming(self, option: str) -> str:
-        """The message, where the option has another name, such as on a command line."""
+        """The message, where the option has another name, `option`, such as on a command line."""
         return f"{option} must be {self.expected}, got {self.got!r}" if self.expected else self.option
 
 
@@ -274,9 +295,13 @@ class TrainingDiverged(MusterError, FloatingPointError):
 class OneEnvPerProcess(MusterError, RuntimeError):
     """An env class declares ``metadata["one_per_process"] = True``, but several of its envs were to share a process."""
 
+    page = "problems/one-instance-library"
+
 
 class NotEnoughMemory(MusterError, MemoryError):
     """The envs asked for would need more memory than there is, going by the first ones that were built."""
+
+    page = "problems/many-processes"
 
 
 class UnknownMessage(MusterError, TypeError):
@@ -286,12 +311,19 @@ class UnknownMessage(MusterError, TypeError):
 class LimitReached(MusterError, OSError):
     """A limit of this process, its user or its container leaves no room for what workers need; the message names it."""
 
+    page = "problems/many-processes"
+
 
 NoFilesLeft = LimitReached  # its name while it told of files alone
 
 
 class WrongIndex(MusterError, IndexError):
     """No element has this index."""
+
+
+def more(page: str) -> str:
+    """The last line of a message, about a page of ``docs/``, which wheels have in the package; empty without one."""
+    return f"\nMore: {_PAGES if _PAGES.is_dir() else 'docs'}/{page}.md" if page else ""
 
 
 def printable(text: str) -> str:

@@ -147,7 +147,8 @@ def test_a_factory_that_holds_what_is_marked_is_refused_by_its_name_and_reason()
     message = str(raised.value)
     assert "because of policy_factory.<closure>.policy (test_uncopyable.Marked): test_uncopyable.Marked is" in message
     assert message.endswith(
-        "neither copied nor pickled. Let the factory build it: it is called in each collector's process"
+        "neither copied nor pickled. Let the factory build it: it is called in each collector's process\n"
+        "More: docs/problems/uncopyable-policies.md"
     )
 
 

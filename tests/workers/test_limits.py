@@ -188,7 +188,8 @@ with muster.make_vec(Speaker, 2, num_workers=2, context=context) as envs:
         r"\['a' 'b'\]\nworked\n"
         r"EnvError env 1 \(worker 1, step 1\): ValueError: as asked\n(.|\n)*"
         r"EnvError env 1 (.|\n)*a file may have 262144 bytes \(RLIMIT_FSIZE\)(.|\n)*"
-        r"\nLimitReached .*the action of env 1 could not be sent: a file may have 262144 bytes \(RLIMIT_FSIZE\).*\n",
+        r"\nLimitReached .*the action of env 1 could not be sent: a file may have 262144 bytes \(RLIMIT_FSIZE\).*\n"
+        r"More: docs/problems/many-processes.md\n",
         out,
     ), out
 

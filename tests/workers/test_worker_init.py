@@ -210,7 +210,7 @@ def test_make_vec_does_not_run_the_script_and_its_error_names_the_line_and_the_a
     )
     assert said[0].startswith("EnvError env 0 (worker 0, while it was built): KeyError: 'arm'")
     assert said[1].startswith(f'{LINE}, {LACKS}worker_init="script": ')
-    assert said[2:] == ["[5.0, 0.0, 0.0]"] * 3
+    assert said[2:] == ["More: docs/problems/script-set-up.md"] + ["[5.0, 0.0, 0.0]"] * 3
 
 
 MISSING = """
@@ -255,7 +255,7 @@ def test_an_error_about_a_name_that_arrived_nowhere_says_what_to_write(run: RunS
     sentence = (
         "A worker has of the script only what its envs' code names. Name what is missing in a method of the env. Or "
         'pass worker_init="script": each worker then runs the script\'s top level first, for which that needs a main '
-        "guard."
+        "guard. More: docs/problems/script-set-up.md"
     )
     assert said[:2] == [f"AttributeError {sentence}", f"NameError {sentence}"]
     assert said[2:] == ["AttributeError", "AttributeError", "NameError", "ok", "AttributeError"]
@@ -294,6 +294,8 @@ def test_collectors_do_what_make_vec_does(run: RunScript) -> None:
             tell(lambda: row(muster.MultiCollector, prepare, num_collectors=2, context="fork"))
         """
     )
+    assert said[2] == said[5] == "More: docs/problems/script-set-up.md"
+    del said[2:6:3]
     assert said[:4:2] == [
         "EnvError env 0 (worker 0, while it was built): KeyError: 'arm'",
         "EnvError env 0 (collector 0, while it was built): KeyError: 'arm'",

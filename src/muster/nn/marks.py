@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from torch import nn
 
-from muster.errors import CannotTravel, WrongType
+from muster.errors import UNCOPYABLE_PAGE, CannotTravel, WrongType
 from muster.introspection import caller_stacklevel, class_name, type_name
 from muster.nn.shared_copies import OwnMethod
 
@@ -29,10 +29,17 @@ _OF_OBJECTS = ("__reduce_ex__", "__deepcopy__", "__getstate__")
 
 
 class UncopyableMark(NamedTuple):
-    """A mark, and the place where it was found.
+    """A mark, and the place where it was found, as `uncopyable_mark` returns it.
 
     path: from the policy to the marked object, as in ``policy.encoder.0``.  type_name: qualified name of its class.
     reason: the string that it was marked with, or "".  where: the file and line that marked it, "" if not known.
+
+    >>> import torch
+    >>> from muster.nn import uncopyable, uncopyable_mark
+    >>> policy = torch.nn.Sequential(uncopyable(torch.nn.Linear(3, 2), "drives the arm over USB"))
+    >>> mark = uncopyable_mark(policy)
+    >>> mark.path, mark.reason
+    ('policy.0', 'drives the arm over USB')
     """
 
     path: str
@@ -76,6 +83,9 @@ def uncopyable(target: T, reason: str = "") -> T: ...
 def uncopyable(target: object, reason: str = "") -> object:
     """Marks a class or an object that must stay where it is, and returns it: it can neither be copied nor pickled.
 
+    target: a class, for all its instances, or one object; or the reason, of a decorator of a class.
+    reason: why it must stay, for messages.
+
     ``@uncopyable`` or ``@uncopyable("drives the arm over USB")`` above a class marks all its instances;
     ``uncopyable(policy)`` or ``uncopyable(self, "drives the arm over USB")`` marks one object. ``uncopyable = False``
     takes the mark back, in a subclass or on an object.
@@ -92,6 +102,13 @@ def uncopyable(target: object, reason: str = "") -> object:
     subclass kept from bringing a ``__deepcopy__`` of its own.
 
     Raises WrongType for an object that takes no attributes.
+
+    >>> import copy, torch
+    >>> from muster.nn import uncopyable
+    >>> policy = uncopyable(torch.nn.Linear(3, 2), "drives the arm over USB")
+    >>> copy.deepcopy(policy)
+    Traceback (most recent call last):
+    muster.errors.CannotTravel: torch.nn.modules.linear.Linear is marked as uncopyable...
     """
     if isinstance(target, str):
         return functools.partial(uncopyable, reason=target)
@@ -121,12 +138,31 @@ def uncopyable(target: object, reason: str = "") -> object:
 
 
 def is_uncopyable(policy: object) -> bool:
-    """Whether ``policy``, or a module inside it, is marked as uncopyable."""
+    """Whether a policy, or a module inside it, is marked as uncopyable.
+
+    policy: a module, another object, or a method of one.
+
+    >>> import torch
+    >>> from muster.nn import is_uncopyable, uncopyable
+    >>> policy = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    >>> is_uncopyable(policy), is_uncopyable(torch.nn.Sequential(uncopyable(policy)))
+    (False, True)
+    """
     return uncopyable_mark(policy) is not None
 
 
 def uncopyable_mark(policy: object) -> UncopyableMark | None:
-    """The first mark on ``policy`` or on a module inside it; None where there is none."""
+    """The first mark on a policy or on a module inside it, an `UncopyableMark`; None where there is none.
+
+    policy: as for `is_uncopyable`.
+
+    >>> from muster.nn import uncopyable, uncopyable_mark
+    >>> @uncopyable("drives the arm over USB")
+    ... class Arm:
+    ...     pass
+    >>> uncopyable_mark(Arm()).reason
+    'drives the arm over USB'
+    """
     return next((mark for mark, _ in marked_parts(policy)), None)
 
 
@@ -203,5 +239,6 @@ def _refusal(mark: Mark) -> CannotTravel:
         "  - for a library that copies the policy itself, hand over muster.nn.shared_on_copy(policy): its copies have "
         "weights of their own, and share everything else\n"
         f"{saved if mark.is_module else ''}"
-        "  - if it can be copied after all, take the mark off: uncopyable = False"
+        "  - if it can be copied after all, take the mark off: uncopyable = False",
+        UNCOPYABLE_PAGE,
     )

@@ -25,6 +25,8 @@ from muster.pickling.user_call import MAKE_VEC, UserCall, called_as
 _SILENCE_S = 2.5
 _DIAGNOSIS_S = 1.0
 _SHOWN = 5
+# The pages about objects of some packages; `CannotTravel` has that of all others.
+_PAGES = {"zmq": "problems/zeromq", "dmlab2d": "problems/melting-pot"}
 _IMPORTING = (
     "a function as worker_init after which `import {}` works in each worker as it does here, such as one that extends "
     "sys.path or installs a finder."
@@ -76,7 +78,9 @@ def dumps(
             said = _explain(culprits, start_method, parts, call)
         if named:
             said += f"\n  Only this process knows {named}, whose contents are sent. Or pass {_IMPORTING.format(named)}"
-        raise CannotTravel(said) from outcome.error
+        packages = [one.type.partition(".")[0] for one in culprits if one.severity == "blocks"]
+        pages = [_PAGES[package] for package in packages if package in _PAGES]
+        raise CannotTravel(said, *pages[:1]) from outcome.error
     for culprit in noted_in(parts, outcome.noted) if outcome.noted else ():
         advice = _advice(remedy_for(culprit.obstacle, call, running=start_method is None))
         said = f"{culprit.path} ({culprit.type}): {culprit.reason}. {advice}"

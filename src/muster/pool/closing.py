@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from muster.arguments import seconds
-from muster.errors import CannotTravel, WorkerName
+from muster.errors import CannotTravel, WorkerName, more
 from muster.introspection import caller_stacklevel
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.messages import Answer, Closed, Closing, Failed, Progress, Ready, Unpacking, expect
@@ -318,7 +318,7 @@ def not_closed(name: WorkerName, failed: Failed) -> str:
 def warn_of_cuts(cuts: Sequence[str]) -> None:
     """Gives one RuntimeWarning about all workers that were cut off, if any."""
     if cuts:
-        warnings.warn("\n".join(cuts), RuntimeWarning, stacklevel=caller_stacklevel())
+        warnings.warn("\n".join(cuts) + more("problems/slow-close"), RuntimeWarning, stacklevel=caller_stacklevel())
 
 
 def name_envs(envs: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from muster.errors import ConfigError, EnvError
+from muster.errors import ConfigError, EnvError, more
 from muster.introspection import callable_name, caller_stacklevel, module_name
 from muster.lazy_values import Lazy
 from muster.pickling.functools_pickling import dumps as by_value
@@ -144,8 +144,9 @@ def about_script(error: BaseException, *, begins: bool) -> str:
     """
     if _lacking is None or _lacking.outline is None or isinstance(error, EnvError):  # which has its sentence
         return ""
+    page = more("problems/script-set-up")
     if _subject_in_main(error) in _lacking.outline.names:
-        return _ABOUT_MAIN
+        return _ABOUT_MAIN + page
     store = _lacking.first_statement(stores_alone=True)
     if store is None or not (begins or isinstance(error, _OF_LOOK_UPS)):
         return ""
@@ -153,9 +154,10 @@ def about_script(error: BaseException, *, begins: bool) -> str:
     a_function = "pass a function that does it as worker_init, which each worker calls before its first env"
     if _lacking.may_run_again:
         return (
-            f'{lacks}pass worker_init="script": each worker then runs the script\'s top level first. Or {a_function}.'
+            f'{lacks}pass worker_init="script": each worker then runs the script\'s top level first. '
+            f"Or {a_function}.{page}"
         )
-    return f'{lacks}{a_function}; or put what starts workers under {_GUARD}, and pass worker_init="script".'
+    return f'{lacks}{a_function}; or put what starts workers under {_GUARD}, and pass worker_init="script".{page}'
 
 
 def _subject_in_main(error: BaseException) -> str | None:

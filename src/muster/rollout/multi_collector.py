@@ -19,7 +19,7 @@ from torch import Tensor
 from muster.arguments import explains_keywords, whole
 from muster.backends.process import check_pool
 from muster.envs.adapt import adapted_recipes, with_torchrl
-from muster.errors import CannotTravel, ConfigError
+from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError
 from muster.hosts.requests import KeptAttributes
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
@@ -57,15 +57,18 @@ class MultiCollector(BatchSource):
     Each fork of this process copies the batches that are held, 0.4 GB in about 0.5 s.
 
     envs: what `muster.make_vec` takes as its first argument. The envs are split evenly.
+    num_collectors: the number of processes.
+    frames_per_batch: env steps of all collectors together.
     num_envs: number of envs; None for one for each collector, or for the length of the list that `envs` is.
     make_vec_options: those of make_vec's other options that concern single envs, as a dict: ``env_kwargs``,
         ``wrappers``, ``groups`` and ``state``; and ``worker_env``, the environment variables of the collectors'
         processes: one dict, one per collector, or a function of the collector's index. They are set before a collector
         imports what its policy and envs need, so that ``CUDA_VISIBLE_DEVICES`` deals out GPUs to both; and
         ``worker_init``, which each of these processes calls, or runs, before that.
-    policy: as for `Collector`, and copied to each collector; with `policy_factory` it is built there, and `policy`
-        only says where weights come from. A policy that cannot be copied stays here, with a warning, and acts for all.
-        In the factory `muster.get_worker_info` has the collector's ``worker_index``, and no ``env_index``.
+    policy: as for `Collector`, and copied to each collector. A policy that cannot be copied stays here, with a warning,
+        and acts for all.
+    policy_factory: builds the policy in each collector; `policy` then only says where weights come from. In it
+        `muster.get_worker_info` has the collector's ``worker_index``, and no ``env_index``.
     sync: True yields batches of `frames_per_batch` frames of all envs; False batches of the envs of one collector,
         whichever is ready first. Each collector then begins its next batch while the caller learns from the last one.
     preemptive_threshold: with `sync`: once this share of the collectors is done, the others stop; the rows that are
@@ -85,6 +88,14 @@ class MultiCollector(BatchSource):
     Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[N, T]``, says which weights acted.
     Raises ConfigError, CannotTravel, what `make_vec` raises, and while collecting EnvError, CollectorError, WorkerDied,
     WorkerTimeout.
+
+    >>> import muster
+    >>> policy = lambda obs: (obs[:, 2] > 0).long()
+    >>> with muster.MultiCollector(
+    ...     "CartPole-v1", policy, num_collectors=2, num_envs=4, frames_per_batch=32, total_frames=64
+    ... ) as collector:
+    ...     [batch.shape for batch in collector]
+    [torch.Size([4, 8]), torch.Size([4, 8])]
     """
 
     _fleet: Fleet | None = None
@@ -180,7 +191,8 @@ class MultiCollector(BatchSource):
                 runs=ReplicaPool if self._cluster is None else self._on_nodes,
             )
         if self._cluster is not None:
-            raise CannotTravel(_explained(obstacle, stays="cannot act for envs on other machines while it stays here"))
+            said = _explained(obstacle, stays="cannot act for envs on other machines while it stays here")
+            raise CannotTravel(said, UNCOPYABLE_PAGE)
         warnings.warn(_explained(obstacle, threshold=self._threshold), UserWarning, stacklevel=caller_stacklevel())
         for_each |= {
             "num_envs": len(recipes),
@@ -273,7 +285,7 @@ class MultiCollector(BatchSource):
         return self._counters() | self._collectors.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`, in new episodes with seeds of their own."""
+        """Goes on from `state`, which `state_dict` returned, in new episodes with seeds of their own."""
         with self._afresh():
             self._load_counters(state)
             # States of earlier versions count the trajectories of a policy that stays in "staying" alone.

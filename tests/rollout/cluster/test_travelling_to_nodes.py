@@ -170,7 +170,8 @@ def test_calls_refuse_it_before_they_send_anything_and_a_server_is_a_way_out():
                 assert "connect there" in offers_ways_out(str(raised.value))
         with pytest.raises(CannotTravel, match="cannot be sent from the worker") as raised:
             collector.call(lock_of)
-        assert offers_ways_out(str(raised.value)).endswith("such as an attribute of it")
+        page = "\nMore: docs/problems/files-and-locks.md"
+        assert offers_ways_out(str(raised.value)).endswith(f"such as an attribute of it{page}")
         collector.call("put", 3)
         assert collector.get_attr("length") == (3, 3)
     assert [kept.get(timeout=5) for _ in range(2)] == [3, 3]

@@ -22,7 +22,7 @@ from torchrl.data import ListStorage
 from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
 from muster.arguments import as_whole
-from muster.errors import CannotTravel, ConfigError, UsageError
+from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError, UsageError
 from muster.interop.torchrl.collector_channels import CollectorPool, Files, Pipe, Queue, WorkerProcess
 from muster.interop.torchrl.collector_worker import Shared, built_collector, share_storage
 from muster.interop.torchrl.collectors import IN_PROCESSES, require_cuda
@@ -74,7 +74,7 @@ class _InWorkers:
         super()._setup_multi_weight_sync(None, weight_sync_schemes)  # type: ignore[misc]  # a mixin
 
     def register_scheme_receiver(self, weight_recv_schemes: Any, **options: Any) -> None:
-        """Raises ConfigError: no scheme brings weights here."""
+        """Raises ConfigError, whatever the `options`: no scheme brings weights here."""
         raise ConfigError(f"weight_recv_schemes has no use here: leave it out, and {_WAY_OUT}")
 
     @property
@@ -234,19 +234,47 @@ class MultiSyncCollector(_InWorkers, TheirMultiSyncCollector):  # type: ignore[m
     """TorchRL's `MultiSyncCollector` on Muster's processes: batches in shared memory, one process per env function.
 
     Arguments, batches and methods are TorchRL's. ``update_policy_weights_(weights)`` works after `policy_factory`, too.
+
     use_buffers, no_cuda_sync, trust_policy: as TorchRL's workers take them.
     weight_sync_schemes: TorchRL's own for one machine are taken and have no effect; others raise ConfigError, as do
-    weight_updater and weight_recv_schemes.
+        weight_updater and weight_recv_schemes.
+
     Processes start as ``torch.multiprocessing.set_start_method`` says, else without a fork of the caller.
+
+    >>> from muster.interop.torchrl import GymEnv, MultiSyncCollector
+    >>> make_env = lambda: GymEnv("CartPole-v1")
+    >>> collector = MultiSyncCollector([make_env] * 2, frames_per_batch=16, total_frames=32)
+    >>> sum(batch.numel() for batch in collector)
+    32
+    >>> collector.shutdown()
     """
 
 
 class MultiAsyncCollector(_InWorkers, TheirMultiAsyncCollector):  # type: ignore[misc]  # TorchRL has no types here
-    """TorchRL's `MultiAsyncCollector` on Muster's processes; see `MultiSyncCollector`."""
+    """TorchRL's `MultiAsyncCollector` on Muster's processes; see `MultiSyncCollector`.
+
+    Arguments and batches are TorchRL's. Each batch comes from one collector, whichever is ready first.
+
+    >>> from muster.interop.torchrl import GymEnv, MultiAsyncCollector
+    >>> make_env = lambda: GymEnv("CartPole-v1")
+    >>> collector = MultiAsyncCollector([make_env] * 2, frames_per_batch=16, total_frames=32)
+    >>> sum(batch.numel() for batch in collector)
+    32
+    >>> collector.shutdown()
+    """
 
 
 class AsyncCollector(_InWorkers, TheirAsyncCollector):  # type: ignore[misc]  # TorchRL has no types here
-    """TorchRL's `AsyncCollector` on one of Muster's processes; see `MultiSyncCollector`."""
+    """TorchRL's `AsyncCollector` on one of Muster's processes; see `MultiSyncCollector`.
+
+    Arguments and batches are TorchRL's.
+
+    >>> from muster.interop.torchrl import AsyncCollector, GymEnv
+    >>> collector = AsyncCollector(lambda: GymEnv("CartPole-v1"), frames_per_batch=16, total_frames=32)
+    >>> sum(batch.numel() for batch in collector)
+    32
+    >>> collector.shutdown()
+    """
 
 
 class _BySync(type(TheirMultiCollector)):  # type: ignore[misc]  # TorchRL has no types here
@@ -255,7 +283,17 @@ class _BySync(type(TheirMultiCollector)):  # type: ignore[misc]  # TorchRL has n
 
 
 class MultiCollector(TheirMultiCollector, metaclass=_BySync):  # type: ignore[misc]  # TorchRL has no types here
-    """A `MultiSyncCollector` where it is called with ``sync=True``, a `MultiAsyncCollector` with ``sync=False``."""
+    """A `MultiSyncCollector` where it is called with ``sync=True``, a `MultiAsyncCollector` with ``sync=False``.
+
+    Other arguments are those of TorchRL's class.
+
+    >>> from muster.interop.torchrl import GymEnv, MultiCollector
+    >>> make_env = lambda: GymEnv("CartPole-v1")
+    >>> collector = MultiCollector([make_env] * 2, sync=True, frames_per_batch=16, total_frames=16)
+    >>> type(collector).__name__, next(iter(collector)).numel()
+    ('MultiSyncCollector', 16)
+    >>> collector.shutdown()
+    """
 
 
 IN_PROCESSES.update({True: MultiSyncCollector, False: MultiAsyncCollector})
@@ -280,7 +318,8 @@ def _packed(policy: Any) -> bytes:
         )
     )
     raise CannotTravel(
-        f"the policy cannot be copied to the collectors' processes, because of {obstacle}. Ways out:\n  {ways_out}."
+        f"the policy cannot be copied to the collectors' processes, because of {obstacle}. Ways out:\n  {ways_out}.",
+        UNCOPYABLE_PAGE,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muster.errors import CannotTravel, WrongType
+from muster.errors import UNCOPYABLE_PAGE, CannotTravel, WrongType
 from muster.introspection import module_name, type_name
 from muster.nn.marks import UncopyableMark, marked_parts, own_mark
 from muster.pickling.culprits import culprits_in
@@ -72,8 +72,20 @@ def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
     """Has `target` built by ``factory()`` in other processes from now on, instead of copied there with its policy.
 
     target: a class, for all its instances, or one object such as a submodule. The rest of the policy travels; weights
-    of what is rebuilt follow like all others, by name. Raises WrongType for a factory that is not callable, and for a
-    target that cannot be distinguished from others like it, such as a number.
+        of what is rebuilt follow like all others, by name.
+    factory: called without arguments in each process.
+
+    Raises WrongType for a factory that is not callable, and for a target that cannot be distinguished from others like
+    it, such as a number.
+
+    >>> import muster, threading
+    >>> class Arm(threading.Event):  # its lock cannot be copied
+    ...     def __call__(self, obs):
+    ...         return (obs[:, 2] > 0).long()
+    >>> muster.rebuild_with(Arm, Arm)
+    >>> with muster.MultiCollector("CartPole-v1", Arm(), num_collectors=2, frames_per_batch=16) as collector:
+    ...     collector.rollout().shape
+    torch.Size([2, 8])
     """
     if not callable(factory):
         raise WrongType(f"factory must be callable without arguments, got {type(factory).__name__}")
@@ -146,7 +158,8 @@ def pack_factory(factory: Callable[[], Any], start_method: str, big: list[pickle
             raise
         raise CannotTravel(
             f"policy_factory cannot be sent to the collectors, because of {found[0].path} ({found[0].type}): "
-            f"{found[0].reason}. Let the factory build it: it is called in each collector's process"
+            f"{found[0].reason}. Let the factory build it: it is called in each collector's process",
+            UNCOPYABLE_PAGE,
         ) from error.__cause__
 
 
