@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -335,6 +338,54 @@ def test_env_that_cannot_be_built_again_is_a_crash_loop(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="FileExistsError"):
         envs.step(ACTIONS)
     envs.close()
+
+
+class HoldsItsAddress(Env):
+    """A simulator in the env's own process, with a thread that keeps its address also after it has been closed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(f"\0{name}-{self.index}")  # of Linux's abstract names, which no file stands for
+        server.listen()
+        threading.Thread(target=server.accept, daemon=True).start()
+
+
+def test_what_cannot_be_built_again_in_its_process_gets_another() -> None:
+    kwargs = {"name": f"muster-test-{os.getpid()}"}
+    with muster.make_vec(HoldsItsAddress, 2, env_kwargs=kwargs, on_failure="restart") as envs:
+        envs.reset(seed=0)
+        for _ in range(2):
+            _, _, _, truncated, infos = envs.step([2, 0])
+            assert truncated.tolist() == [True, False]
+            assert "asked for" in infos["restarted"][0]
+            envs.step([0, 0])
+
+
+class Draws(Env):
+    """Draws from the generators that a process shares, as many simulators do."""
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            os._exit(3)
+        return np.full(4, random.random(), np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_replacement_does_not_draw_what_the_one_before_it_drew(seed: int | None) -> None:
+    def drawn() -> list[float]:
+        with muster.make_vec(Draws, 1, on_failure="restart") as envs:
+            envs.reset(seed=seed)
+            rows = []
+            for _ in range(3):
+                envs.step([1])
+                envs.step([0])
+                rows.append(float(envs.step([0])[0][0, 0]))
+            return rows
+
+    first, second = drawn(), drawn()
+    assert len({*first}) == 3
+    assert (first == second) is (seed == 0)
 
 
 class SlowToBuild(Env):

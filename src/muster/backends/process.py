@@ -228,7 +228,9 @@ class ProcessBackend(PooledBackend):
 
     def restart(self, restart: Restart) -> bool:
         host = self.caller.host_of(restart.env)
-        replaces = restart.rebuilds and self._one_per_process
+        # What an env that raised has left in its process may be in the way of the next one: a port, a library's state.
+        is_alone = host < self.num_workers and len(self.envs_of(host)) == 1
+        replaces = restart.rebuilds and (self._one_per_process or (restart.again and is_alone))
         with self.whole():
             if replaces:
                 reason = f"{self.nouns.env(host, restart.env)} raised"

@@ -20,6 +20,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster._core import Command, InfoSchema, Status
 from muster.backends.base import Attributes, Backend
+from muster.errors import more
 from muster.hosts.failures import Failure
 from muster.hosts.requests import KeptAttributes, Restart
 from muster.introspection import caller_stacklevel
@@ -129,19 +130,20 @@ class Recovery:
                 interrupt = failure.exception
             elif lost is None:
                 host = self._caller.host_of(env)
-                self._count(host, f"{self._backend.nouns.env(host, env)}: {reason}")
+                self._count(host, f"{self._backend.nouns.env(host, env)}: {reason}{more('tasks/restarts')}")
         was_reset = self._records["command"][env] == Command.RESET
         self._caller.restore(env)
         if not died and lost is None:
             self._records["restarts"][env] += 1
         restart = self._restarts.pop(env, None)  # not None where the restarted env has failed again
+        again = restart is not None
         if restart is None:
             ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
             restart = _Restart(reason, not (was_reset or ended), self._options if was_reset else None)
         elif lost is not None:
             restart = replace(restart, reason=f"{restart.reason}; {reason}")
         self._caller.ask_again(env)
-        self._restart(env, restart, rebuilds=not (died or untouched or lost is not None))
+        self._restart(env, restart, rebuilds=not (died or untouched or lost is not None), again=again)
         return interrupt
 
     def _tell_lost(self, env: int, lost: Mapping[str, str]) -> str:
@@ -173,7 +175,7 @@ class Recovery:
                 rewards[row], terminated[row], truncated[row] = 0.0, False, True
         return reasons
 
-    def _restart(self, env: int, restart: _Restart, *, rebuilds: bool) -> None:
+    def _restart(self, env: int, restart: _Restart, *, rebuilds: bool, again: bool = False) -> None:
         self._restarts[env] = restart
         if restart.truncates and self._mode is AutoresetMode.SAME_STEP:
             slab = self._backend.slab
@@ -181,7 +183,7 @@ class Recovery:
                 final[env] = obs[env]
         resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
         seed = self._new_seed(env)
-        order = Restart(env, seed, restart.options, resets_now, rebuilds, self._attributes[env])
+        order = Restart(env, seed, restart.options, resets_now, rebuilds, again, self._attributes[env])
         if self._backend.restart(order):
             self._infos.forget(self._caller.host_of(env))
 

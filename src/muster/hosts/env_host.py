@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from typing import Any
 from muster._core import Doing, Stepper
 from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import RowNode, layout_difference
-from muster.errors import CannotTravel, MusterError, SpecMismatch
+from muster.errors import CannotTravel, MusterError, SpecMismatch, more
 from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
 from muster.hosts.failures import AttributesLost, Failure, reset_note
 from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
@@ -244,6 +245,8 @@ class EnvHost:
     def restart(self, restart: Restart) -> None:
         """Answers the pending request of an env with a new episode."""
         i = restart.env - self.first_env
+        if not restart.rebuilds and restart.seed is not None and self.dumps is not None:  # in a new process
+            seed_globals([restart.seed, self.info.worker_index])
         if restart.rebuilds:
             try:
                 error = self._close_one(i, self._built[i])
@@ -344,7 +347,7 @@ class EnvHost:
         """The report of `error`, raised by env i, for the caller."""
         step = None if self._slab is None else int(self._slab.records["episode_length"][self.first_env + i])
         advice = "" if isinstance(error, MusterError) else self._hint(i)
-        hints = advice, about_script(error, begins=not step), limit_behind(error)
+        hints = advice, about_script(error, begins=not step), limit_behind(error), _about(error)
         return Failure.of(
             error,
             # The index that users know: a collector's first env is not always env 0.
@@ -362,6 +365,13 @@ class EnvHost:
         """The sentence that says how to give each env a process, where env i has failed beside others in this one."""
         together, place = (self.recipes, i) if self._together is None else (self._together, self.first_env + i)
         return advise_apart(together[: place + 1] if self._slab is None else together)
+
+
+def _about(error: BaseException) -> str:
+    if getattr(error, "errno", None) == errno.EADDRINUSE:  # ZeroMQ's error has one, too
+        own = "Give each env its own by muster.lazy and muster.get_worker_info().env_index."
+        return f"Another env, or another program, listens there. {own}{more('problems/ports-and-devices')}"
+    return more("tasks/restarts").strip() if isinstance(error, SystemExit) else ""
 
 
 def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

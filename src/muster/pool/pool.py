@@ -198,7 +198,9 @@ class Pool(BasePool[Place]):
         """The order for a place, and the fds to send with it. content: another than that of the place's plan."""
         order = self._starting.orders[index]
         if content is not None:
-            order = dataclasses.replace(order, plan=content, is_judged=False, awaits_build=False)
+            # Other random numbers than its predecessor's, which might end it in the same way.
+            info = dataclasses.replace(order.info, seed=secrets.randbits(SEED_BITS))
+            order = dataclasses.replace(order, plan=content, info=info, is_judged=False, awaits_build=False)
         if self._starting.inheritance is None:
             return order, []
         inherited, fds = self._starting.inheritance.of(index)
