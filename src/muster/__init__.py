@@ -1,7 +1,24 @@
 """Muster: many reinforcement-learning environments in parallel, also those that cannot be pickled, copied or forked.
 
+- `make_vec` makes a vector env: N envs, stepped by worker processes, behind Gymnasium's API. It is a `VectorEnv`, or a
+  `MultiAgentVectorEnv`. `lazy` and `get_worker_info` are for what each env has of its own.
+- `diagnose` tries an env out, and says how to run many of it, or what is in the way.
+- `Collector` joins a vector env and a policy to an iterator of batches; `MultiCollector` has several processes collect
+  them, also those of a `RayCluster` of `Node` hosts. `rebuild_with` is for policies that cannot be copied there.
+- `train` trains PPO or MAPPO, and `load_policy` loads what a run has learnt.
+- `muster.rollout` has returns and advantages, `muster.algorithms` PPO and MAPPO, `muster.nn` multi-agent networks,
+  `muster.interop` vector envs with the constructors of Gymnasium's, Stable-Baselines3's and TorchRL's own.
+- Exceptions are in `muster.errors`; each is a `MusterError`.
+
 The vector envs are imported with the package. Parts that need torch, or that few programs use, are imported on first
 access.
+
+>>> import muster
+>>> with muster.make_vec("CartPole-v1", num_envs=4) as envs:
+...     obs, infos = envs.reset(seed=0)
+...     obs, rewards, terminated, truncated, infos = envs.step([0, 1, 0, 1])
+>>> obs.shape, rewards
+((4, 4), array([1., 1., 1., 1.]))
 """
 
 from __future__ import annotations

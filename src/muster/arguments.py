@@ -12,6 +12,7 @@ import inspect
 import math
 import operator
 import reprlib
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -104,6 +105,23 @@ def option(
     if isinstance(default, dict):
         return typing.cast(T, dataclasses.field(default_factory=default.copy, metadata=facts))
     return dataclasses.field(default=default, metadata=facts)
+
+
+_BOUNDS = {"least": "at least", "above": "above", "most": "at most"}
+
+
+def explained(owner: type[T]) -> type[T]:
+    """A decorator for dataclasses: a line for each `option` behind the docstring's first paragraph."""
+    first, *rest = inspect.cleandoc(owner.__doc__ or "").split("\n\n")
+    fields: Any = dataclasses.fields(owner)  # type: ignore[arg-type]  # no type says that it is a dataclass
+    whole = []
+    for one in fields:
+        bounds = [(word, one.metadata[key]) for key, word in _BOUNDS.items()]
+        facts = [f"default: {one.default!r}", *(f"{word} {at}" for word, at in bounds if at not in (None, math.inf))]
+        whole.append(f"{one.name}: {one.metadata['about']} ({', '.join(facts)})")
+    lines = "\n".join(textwrap.fill(line, 116, subsequent_indent="    ") for line in whole)
+    owner.__doc__ = "\n\n".join([first, lines, *rest])
+    return owner
 
 
 def check_options(options: Any) -> None:

@@ -90,15 +90,25 @@ _BUILT_IN = "env_kwargs, wrapper_kwargs, monitor_kwargs or create_env_kwargs"
 def lazy(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy:
     """An argument of an env or wrapper that is built in the worker, once per env, by ``fn(*args, **kwargs)``.
 
+    fn: called in the worker that the env is in.
+    args, kwargs: what it is called with. They may be lazy themselves.
+
     It may be a value of `env_kwargs` (or of a drop-in's `wrapper_kwargs`, `monitor_kwargs` and `create_env_kwargs`), or
     an argument of a ``functools.partial`` that builds or wraps an env, also inside dicts, lists, tuples and partials.
     Only ``fn`` and its arguments travel. Inside ``fn``, ``muster.get_worker_info().env_index`` tells envs apart:
-    ``lazy(lambda: 5555 + muster.get_worker_info().env_index)``. Arguments may be lazy themselves, and one Lazy used
-    twice is built once per env.
+    ``lazy(lambda: 5555 + muster.get_worker_info().env_index)``. One Lazy that is used twice is built once per env.
 
     If ``fn`` returns a context manager, its context is entered; not for locks and database connections, whose ``with``
     means something else. The value is released with the env, last built first: by leaving the context, else by the
     first of ``close()``, ``destroy()`` and ``term()`` that it has. Raises WrongType if ``fn`` is not callable.
+
+    >>> import muster
+    >>> is_odd = muster.lazy(lambda: muster.get_worker_info().env_index % 2 == 1)
+    >>> with muster.make_vec("CartPole-v1", num_envs=2, env_kwargs={"sutton_barto_reward": is_odd}) as envs:
+    ...     obs, infos = envs.reset(seed=0)
+    ...     obs, rewards, terminated, truncated, infos = envs.step([0, 0])
+    >>> rewards
+    array([1., 0.])
     """
     if not callable(fn):
         raise WrongType(

@@ -21,6 +21,7 @@ class WorkerInfo:
 
     env_index: the env that is built, stepped, reset, called or closed; None elsewhere in a worker.
     worker_index: the index of the worker that builds and steps the env.
+    num_envs, num_workers: how many envs and workers there are in all.
     seed: the seed that the worker derived its global generators from, None where there is none.
     node_index: the index of the node that the worker runs on; 0 where there is one machine.
     """
@@ -58,6 +59,13 @@ def get_worker_info() -> WorkerInfo | None:
     """The WorkerInfo of the worker or env that this code runs in.
 
     None elsewhere, for example in the caller and in threads that an env has started.
+
+    >>> import muster
+    >>> with muster.make_vec("CartPole-v1", num_envs=3) as envs:
+    ...     envs.call(lambda env, env_index: muster.get_worker_info().env_index)
+    (0, 1, 2)
+    >>> print(muster.get_worker_info())
+    None
     """
     # The core knows which env this thread steps or resets: a context for each step would take too long.
     stepped, entered = running(), _here.entered

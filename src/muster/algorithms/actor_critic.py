@@ -39,13 +39,25 @@ class ActorCritic(nn.Module):
     With memory a GRU stands before them (Cho et al. 2014, arXiv:1406.1078). Then `forward` and `decide` take the memory
     before the step [B, H], and return that after it; or `Sequences`, for S * L observations.
 
+    observation_space, action_space: of one env, or of one agent.
     rng: what weights are drawn from; None for torch's global generator.
-    memory_size: H, the numbers of the memory; 0 for none.  judges: whether there is a value; without, only `decide`.
-    hidden_sizes, activation: of both networks, except for images.  activation: a key of `muster.algorithms.encoder`'s
-    ACTIVATIONS.  log_std_init: logarithm of the deviation that continuous actions start with, as `Gaussian` has it.
-    sprite: as for `Encoder`.
+    memory_size: H, the numbers of the memory; 0 for none.
+    judges: whether there is a value; without, only `decide`.
+    hidden_sizes: the layers of both networks, except for images.
+    activation: between these: "tanh", "relu", "elu" or "gelu".
+    log_std_init: logarithm of the deviation that continuous actions start with, 1 being half their range.
+    sprite: pixels of a side of the square pictures that images are laid out of; None: of none.
 
-    Raises UsageError for actions other than Box, Discrete, MultiDiscrete and MultiBinary, and as `Encoder` does.
+    Raises UsageError for actions other than Box, Discrete, MultiDiscrete and MultiBinary, and for observations of no
+    fixed shape.
+
+    >>> import torch
+    >>> from gymnasium import spaces
+    >>> from muster.algorithms import ActorCritic
+    >>> network = ActorCritic(spaces.Box(-1, 1, (4,)), spaces.Discrete(2))
+    >>> params, values = network(torch.zeros(8, 4))
+    >>> params.shape, values.shape
+    (torch.Size([8, 2]), torch.Size([8]))
     """
 
     def __init__(
@@ -74,8 +86,9 @@ class ActorCritic(nn.Module):
             self.critic = mlp([seen, *hidden, 1], activation=activation, gain=1.0, rng=rng)
 
     def forward(self, obs: Tensor, masks: Tensor | None = None, memory: Tensor | Sequences | None = None) -> Any:
-        """Parameters of the action distribution [B, P], and values [B], for observations [B, *obs_shape].
+        """Parameters of the action distribution [B, P], and values [B], for observations `obs` [B, *obs_shape].
 
+        memory: before the step; that after it is then returned, too.
         masks: of a Discrete action space, bool [B, n], the choices that are allowed; None for all.
         """
         seen, after = self._recall(self.encoder(obs), memory)
@@ -90,11 +103,11 @@ class ActorCritic(nn.Module):
         return masked(self.actor(seen), masks), after
 
     def act(self, obs: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        """Actions [B, K] drawn for observations [B, *obs_shape]; ``head.to_env`` turns them into the env's."""
+        """Actions [B, K] drawn for `obs` [B, *obs_shape] with `rng`; ``head.to_env`` turns them into the env's."""
         return self.head.sample(self.decide(obs)[0], rng)
 
     def best(self, obs: Tensor) -> Tensor:
-        """The likeliest actions [B, K] for observations [B, *obs_shape]."""
+        """The likeliest actions [B, K] for observations `obs` [B, *obs_shape]."""
         return self.head.mode(self.decide(obs)[0])
 
     def _recall(self, features: Tensor, memory: Tensor | Sequences | None) -> tuple[Tensor, Tensor | None]:
@@ -113,15 +126,34 @@ class ActorCritic(nn.Module):
 
 
 def head_of(action_space: gym.Space[Any], log_std_init: float = 0.0) -> Categoricals | Gaussian:
-    """The action distribution of a space, whose parameters are ``num_params`` numbers for each action.
+    """The action distribution of a space, whose parameters are ``num_params`` numbers for each action: a `Head`.
 
-    log_std_init: as `Gaussian` has it. Raises as `ActorCritic`.
+    action_space: a Box, for a Gaussian, or Discrete, MultiDiscrete or MultiBinary.
+    log_std_init: of a Gaussian, as for `ActorCritic`.
+
+    Raises UsageError for other spaces.
+
+    >>> import torch
+    >>> from gymnasium import spaces
+    >>> from muster.algorithms import head_of
+    >>> head = head_of(spaces.Discrete(3, start=5))
+    >>> head.num_params, head.to_env(head.mode(torch.tensor([[0.1, 2.0, 0.3]])))
+    (3, array([6]))
     """
     return Gaussian(action_space, log_std_init) if isinstance(action_space, spaces.Box) else Categoricals(action_space)
 
 
 def masked(logits: Tensor, masks: Tensor | None) -> Tensor:
-    """Logits [..., n] by which no choice is drawn that ``masks``, bool [..., n], do not allow. None allows all."""
+    """Logits by which no choice is drawn that masks do not allow.
+
+    logits: float [..., n].
+    masks: bool [..., n], the choices that are allowed; None allows all.
+
+    >>> import torch
+    >>> from muster.algorithms import masked
+    >>> masked(torch.zeros(4), torch.tensor([True, False, True, False])).softmax(-1).tolist()
+    [0.5, 0.0, 0.5, 0.0]
+    """
     return logits if masks is None else logits.masked_fill(~masks, FORBIDDEN)
 
 

@@ -48,13 +48,23 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
 
     envs: a `muster.MultiAgentVectorEnv` of ``config.num_envs``, else as for `PPO`. A centralised critic sees the state
         of envs that were made with ``state=True`` and have one; of others the observations of all agents.
+    config: the options, a `MAPPOConfig`.
     policy: as for `PPO`, for the spaces of one agent: a function makes the network of each team, and an object is that
-        of the only one. device, collectors: as for `PPO`.
+        of the only one.
+    device, collectors: as for `PPO`.
 
     groups: the agents of each group.  teams: those that share a network: a group, or with ``share_params=False`` one of
     its agents.  policies: the network of each team, by its name.
 
     Raises UsageError for other envs, ConfigError for options that do not fit them, and what `MultiCollector` raises.
+
+    >>> import muster
+    >>> from muster.algorithms import MAPPO, MAPPOConfig
+    >>> name, config = "pettingzoo/mpe/simple_spread_v3", MAPPOConfig(total_steps=128, num_envs=2, num_steps=32)
+    >>> with muster.make_vec(name, num_envs=2, autoreset_mode="same_step", state=True) as envs:
+    ...     mappo = MAPPO(envs, config)
+    ...     [list(metrics.teams) for metrics in mappo.train()]
+    [['agent'], ['agent']]
     """
 
     def __init__(

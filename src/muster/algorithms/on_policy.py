@@ -56,8 +56,11 @@ class OnPolicy(ABC, Generic[M]):
     def act(self, obs: Any, state: Any = None, *, masks: Any = None, alive: Any = None, sample: bool = False) -> Any:
         """Actions for observations, as the envs want them: the likeliest ones, or drawn if ``sample``.
 
-        Arguments are as for `Network.act`, for agents by group as for `Networks.act`; with memory, that after the step
-        is returned besides. Statistics of observations stay as they are. Numbers that are not finite count as 0.
+        obs: a tensor [B, *obs_shape]; of agents by group, [B, A, *obs_shape].
+        state: the memory before the step, which this returned besides the actions; None where episodes begin.
+        masks: bool [B, n], the choices that are allowed; of agents by group.  alive: bool [B, A] by group.
+
+        Statistics of observations stay as they are. Numbers that are not finite count as 0.
         """
         threads = self.config.torch_threads
         actions, after = self.network.act(obs, state, masks=masks, alive=alive, sample=sample, threads=threads)
@@ -137,7 +140,7 @@ class OnPolicy(ABC, Generic[M]):
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, learning_rate: float | None = None) -> None:
-        """Goes on from ``state_dict``, in new episodes. The config must be for the same network and normalisation.
+        """Goes on from `state` of `state_dict`, in new episodes. The config has the same network and normalisation.
 
         With another ``total_steps`` an annealed learning rate falls from what was reached to 0 at the new end; a run
         that had finished starts at the config's again.  learning_rate: what to start from instead.

@@ -24,21 +24,32 @@ from muster.recipes.named import callable_named
 
 
 class Head(Protocol):
-    """A distribution over actions of K numbers or choices, with P parameters. `head_of` gives the one of a space."""
+    """A distribution over actions of K numbers or choices, with P parameters. `head_of` gives the one of a space.
+
+    num_params: P.
+
+    >>> import torch
+    >>> from gymnasium import spaces
+    >>> from muster.algorithms import head_of
+    >>> head = head_of(spaces.Box(-1, 1, (2,)))
+    >>> log_prob, entropy = head.log_prob_and_entropy(torch.zeros(8, head.num_params), torch.zeros(8, 2))
+    >>> log_prob.shape, float(head.to_env(torch.full((8, 2), 3.0)).max())
+    (torch.Size([8]), 1.0)
+    """
 
     num_params: int
 
     def sample(self, params: Tensor, rng: torch.Generator | None = None, /) -> Tensor:
-        """Drawn actions [B, K], for parameters [B, P]."""
+        """Drawn actions [B, K], for parameters `params` [B, P]. `rng`: None for torch's global generator."""
 
     def mode(self, params: Tensor, /) -> Tensor:
-        """The likeliest actions [B, K]."""
+        """The likeliest actions [B, K], for parameters `params` [B, P]."""
 
     def log_prob_and_entropy(self, params: Tensor, actions: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy, [B] each, of actions [B, K]. They carry gradients to the parameters."""
+        """Log-probability and entropy, [B] each, of `actions` [B, K]. They carry gradients to `params` [B, P]."""
 
     def to_env(self, actions: Tensor, /) -> np.ndarray[Any, Any]:
-        """Actions as the env's space has them, [B, *shape]."""
+        """The `actions` [B, K] as the env's space has them, [B, *shape]."""
 
 
 class PolicyNetwork(Protocol):
@@ -51,20 +62,28 @@ class PolicyNetwork(Protocol):
     memory: only where the network has an attribute ``memory_size``, which is H and not 0. Then it is the memory before
         the step, float32 [B, H], or `Sequences` of S * L = B observations.
 
-    MAPPO gives each team of agents such a network, and B counts agents of envs then.
+    MAPPO gives each team of agents such a network, and B counts agents of envs then. An `ActorCritic` is one.
+
+    >>> import torch
+    >>> from gymnasium import spaces
+    >>> from muster.algorithms import ActorCritic
+    >>> network = ActorCritic(spaces.Box(-1, 1, (4,)), spaces.Discrete(2))
+    >>> params, memory = network.decide(torch.zeros(3, 4), None, None)
+    >>> network.head.to_env(network.head.mode(params)).shape
+    (3,)
     """
 
     head: Head
 
     def forward(self, obs: Any, masks: Tensor | None = None, memory: Tensor | Sequences | None = None, /) -> Any:
-        """Parameters of the action distribution [B, P], and values [B].
+        """Parameters of the action distribution [B, P], and values [B], for `obs`, `masks` and `memory`.
 
         With memory, also the memory after the step [B, H]; anything after `Sequences`. It is not called where a
         centralised critic has the values.
         """
 
     def decide(self, obs: Any, masks: Tensor | None, memory: Tensor | Sequences | None, /) -> tuple[Tensor, Any]:
-        """The parameters [B, P], and the memory after the step [B, H], None without memory."""
+        """The parameters [B, P] for `obs` and `masks`, and the `memory` after the step [B, H], None without."""
 
 
 # What is looked for, and how a sentence about it ends where it is not there.

@@ -37,6 +37,7 @@ class PPO(OnPolicy[PPOMetrics]):
 
     envs: a vector env of ``config.num_envs``, with ``same_step`` or ``next_step`` autoreset. It stays the caller's: PPO
         steps it, but never closes it. With `collectors` what `muster.make_vec` takes as its first argument.
+    config: the options, a `PPOConfig`.
     policy: a `PolicyNetwork`, such as an ActorCritic for these spaces. This object itself is trained, neither copied
         nor pickled except to collectors. Or a function that makes one of the observation and the action space. None
         draws a new one from the seed.
@@ -50,6 +51,13 @@ class PPO(OnPolicy[PPOMetrics]):
 
     Raises UsageError for other envs, ConfigError for options that do not fit them and for devices that are not
     there, and what `MultiCollector` raises.
+
+    >>> import muster
+    >>> from muster.algorithms import PPO, PPOConfig
+    >>> config = PPOConfig(total_steps=256, num_envs=4, num_steps=32)
+    >>> with muster.make_vec("CartPole-v1", num_envs=4, autoreset_mode="same_step") as envs:
+    ...     [metrics.steps for metrics in PPO(envs, config).train()]
+    [128, 256]
     """
 
     def __init__(

@@ -7,28 +7,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from muster.arguments import check_options, option
+from muster.arguments import check_options, explained, option
 from muster.errors import ConfigError
 
 POLICIES = ("feedforward", "gru")
 MOST_THREADS = 1024  # with very many OpenMP ends the process
 
 
+@explained
 @dataclass(frozen=True)
 class PPOConfig:
     """The options of PPO, named as in CleanRL, with defaults that solve CartPole-v1.
 
     Raises ConfigError for bad values. A value loss is half a squared error here, as in CleanRL, and the whole of it in
     Stable-Baselines3: a ``vf_coef`` from there, or from the zoo, is doubled here.
+
+    >>> from muster.algorithms import PPOConfig
+    >>> config = PPOConfig(total_steps=100_000, num_envs=4, num_steps=128)
+    >>> config.batch_size, config.num_iterations
+    (512, 196)
     """
 
     total_steps: int = option(200_000, "env steps, rounded up to whole rollouts", least=1)
     seed: int = option(0, "same seed, same policy, with any number of workers", least=0)
     num_envs: int = option(8, "envs stepped in parallel", least=1)
-    num_steps: int = option(256, "per env and rollout", least=1)
-    num_minibatches: int = option(4, "of one pass over a rollout", least=1)
+    num_steps: int = option(256, "steps of each env in a rollout", least=1)
+    num_minibatches: int = option(4, "pieces of a rollout, each learnt from by itself in a pass", least=1)
     update_epochs: int = option(8, "passes over a rollout", least=1)
-    learning_rate: float = option(1e-3, "of Adam", above=0)
+    learning_rate: float = option(1e-3, "of Adam, at the start", above=0)
     anneal_lr: bool = option(True, "the learning rate falls in a line to 0")
     gamma: float = option(0.99, "discount of later rewards, for each step", least=0, most=1)
     gae_lambda: float = option(0.95, "0: advantages of one step, 1: of whole episodes", least=0, most=1)
@@ -52,7 +58,7 @@ class PPOConfig:
         None, "rewards count for learning at most so much, up or down; returns are unchanged", above=0
     )
     policy: str = option(
-        "feedforward", "or gru, which has a memory; or module:function, which makes one from the two spaces"
+        "feedforward", "feedforward; gru, which has a memory; or module:function, which makes one from the two spaces"
     )
     memory_size: int = option(128, "numbers in the memory of gru", least=1)
     sequence_length: int = option(64, "steps that memory learns from in one piece of a rollout, at most", least=1)
@@ -62,11 +68,11 @@ class PPOConfig:
     sprite: int | None = option(
         None, "pixels of a side of the pictures that images are laid out of, such as 8; None: they are not", least=2
     )
-    activation: Literal["tanh", "relu", "elu", "gelu"] = option("tanh", "between those layers")
+    activation: Literal["tanh", "relu", "elu", "gelu"] = option("tanh", "what stands between those layers")
     log_std_init: float = option(
         0.0, "logarithm of continuous actions' deviation at the start, 1 being half their range", least=-20, most=20
     )
-    torch_threads: int = option(1, "the other cores belong to the envs' workers", least=1, most=MOST_THREADS)
+    torch_threads: int = option(1, "of the learner; other cores are for the envs' workers", least=1, most=MOST_THREADS)
 
     @property
     def batch_size(self) -> int:
@@ -75,6 +81,7 @@ class PPOConfig:
 
     @property
     def num_iterations(self) -> int:
+        """Rollouts until ``total_steps``."""
         return math.ceil(self.total_steps / self.batch_size)
 
     @property
@@ -107,14 +114,20 @@ class AgentsOptions:
     )
 
     def shares_params(self, group: str) -> bool:
-        """Whether the agents of the group share one network; those of a group that is not named do."""
+        """Whether the agents of `group` share one network; those of a group that is not named do."""
         return self.share_params if isinstance(self.share_params, bool) else self.share_params.get(group, True)
 
 
+@explained
 @dataclass(frozen=True)
 class MAPPOConfig(AgentsOptions, PPOConfig):
     """The options of MAPPO: those of PPO, and what concerns agents. ``critic="own"`` makes it IPPO.
 
     ``total_steps`` and ``num_steps`` count env steps, in each of which all agents of an env may act. Raises ConfigError
     for bad values.
+
+    >>> from muster.algorithms import MAPPOConfig
+    >>> config = MAPPOConfig(critic="own", share_params={"wolves": False})
+    >>> config.shares_params("wolves"), config.shares_params("sheep")
+    (False, True)
     """

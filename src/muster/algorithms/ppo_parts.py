@@ -219,12 +219,27 @@ def _in_lines(metrics: PPOMetrics | MAPPOMetrics) -> str:
 
 @dataclass(frozen=True)
 class PPOMetrics:
-    """The figures of one iteration."""
+    """The figures of one iteration of `PPO`.
 
-    steps: int  # env steps so far
+    steps: env steps so far.
+    episodes: figures of the last 100 episodes: their number so far, the returns' mean, 10th and 90th percentile, and
+        the mean length in env steps; nan until the first one ends.
+    losses: means over the update's minibatches: policy_loss, value_loss, entropy in nats, approx_kl, clip_fraction.
+    explained_variance: of the targets by the values before the update: 1 perfect, 0 no better than the mean.
+    learning_rate: that of this iteration.
+
+    >>> import muster
+    >>> from muster.algorithms import PPO, PPOConfig
+    >>> with muster.make_vec("CartPole-v1", num_envs=2, autoreset_mode="same_step") as envs:
+    ...     metrics = PPO(envs, PPOConfig(num_envs=2, num_steps=16)).iterate()
+    >>> metrics.steps, list(metrics.as_row())[:3]
+    (32, ['steps', 'episodes', 'mean_return'])
+    """
+
+    steps: int
     episodes: EpisodeSummary
     losses: Losses
-    explained_variance: float  # of the targets by the values before the update: 1 perfect, 0 no better than the mean
+    explained_variance: float
     learning_rate: float
 
     def as_row(self) -> dict[str, float]:
@@ -246,11 +261,23 @@ class TeamFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class MAPPOMetrics:
-    """The figures of one iteration of `MAPPO`."""
+    """The figures of one iteration of `MAPPO`.
 
-    steps: int  # env steps so far
-    episodes: EpisodeSummary  # returns are means over an env's agents
-    teams: Mapping[str, TeamFigures]  # by group; "group/agent" where agents have networks of their own
+    steps, episodes, learning_rate: as of `PPOMetrics`; returns are means over an env's agents.
+    teams: by group, or by "group/agent" where agents have networks of their own: the group, its agents' mean_return,
+        losses and explained_variance.
+
+    >>> import muster
+    >>> from muster.algorithms import MAPPO, MAPPOConfig
+    >>> with muster.make_vec("pettingzoo/mpe/simple_spread_v3", num_envs=2, autoreset_mode="same_step") as envs:
+    ...     metrics = MAPPO(envs, MAPPOConfig(num_envs=2, num_steps=16)).iterate()
+    >>> metrics.steps, metrics.teams["agent"].group
+    (32, 'agent')
+    """
+
+    steps: int
+    episodes: EpisodeSummary
+    teams: Mapping[str, TeamFigures]
     learning_rate: float
 
     def as_row(self) -> dict[str, float]:

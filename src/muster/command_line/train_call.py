@@ -41,24 +41,31 @@ def train(
     for the env's kind. ``run.path`` is the folder, ``run.metrics`` has its columns, ``run.policy`` acts, ``run.plot()``
     is a figure, and ``run.film()`` a film.
 
-    Args:
-        env: An env id, ``module:factory``, ``file.py:factory``, or a function or class that makes one env. None with
-            ``resume``, where a name leads to the run's env.
-        config: Options by their names; a PPOConfig or MAPPOConfig, all of whose values count; or the path of a TOML
-            or YAML file.
-        run_dir: The run's folder; None for a new one in ``runs/``.
-        seed: The same seed gives the same run; None for that of ``config``, or 0.
-        policy: "feedforward", "gru", the name of a function as ``--policy`` has it, a network, which is trained itself,
-            or a function that makes one of the observation and the action space: see `PolicyNetwork`.
-        callback: Is called with the metrics of each iteration once they are saved, a dict by the columns of
-            metrics.csv. Where it returns False, or raises, the run ends, and is saved.
-        **options: The other options of the command by their names, such as ``total_steps``, ``num_envs``,
-            ``env_kwargs``, ``wrappers``, ``eval_every`` and ``num_workers``. They count before ``config``.
-            ``resume=run.path`` goes on with a run; objects that it was given are handed over again. With ``seeds=3``
-            there are three runs, of which a list is returned.
+    env: an env id, ``module:factory``, ``file.py:factory``, or a function or class that makes one env. None with
+        ``resume``, where a name leads to the run's env.
+    config: options by their names; a `PPOConfig` or `MAPPOConfig`, all of whose values count; or the path of a TOML
+        or YAML file.
+    run_dir: the run's folder; None for a new one in ``runs/``.
+    seed: the same seed gives the same run; None for that of ``config``, or 0.
+    policy: "feedforward", "gru", the name of a function as ``--policy`` has it, a network, which is trained itself,
+        or a function that makes one of the observation and the action space: see `PolicyNetwork`.
+    callback: is called with the metrics of each iteration once they are saved, a dict by the columns of metrics.csv.
+        Where it returns False, or raises, the run ends, and is saved.
+    options: the other options of the command by their names, such as ``total_steps``, ``num_envs``, ``env_kwargs``,
+        ``wrappers``, ``eval_every`` and ``num_workers``. They count before ``config``. ``resume=run.path`` goes on with
+        a run; objects that it was given are handed over again. With ``seeds=3`` there are three runs, of which a list
+        is returned.
 
     Raises ConfigError for bad values, UsageError where the run cannot begin there or the network cannot be trained,
     what envs and the callback raise, and KeyboardInterrupt after Ctrl-C. What was reached is saved in any case.
+
+    >>> import muster, tempfile
+    >>> options = {"total_steps": 256, "num_envs": 4, "num_steps": 32}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = muster.train("CartPole-v1", run_dir=f"{folder}/run", **options)
+    ...     run.metrics["steps"]
+    CartPole-v1  PPO, 256 steps, seed 0, 4 envs...
+    array([128., 256.])
     """
     if config is None or isinstance(config, Mapping):
         table = dict(config or {})

@@ -63,17 +63,19 @@ def diagnose(
 ) -> Diagnosis:
     """The obstacles to running an env in parallel, and the fastest of the `make_vec` lines that suit it.
 
-    env, env_kwargs, wrappers: as for `make_vec`, and factories of TorchRL's `EnvBase`s, whose line is one of
-    `muster.interop.torchrl.ParallelEnv`; an env that exists already is a finding, not an error. Every trial
-    runs in a process of its own: a crash, a hang or an exit in the env is a finding, too. With what the env shares with
-    this process (queues, locks, pipes, memory) only one worker is tried, for one step, and a finding says so.
-    num_envs: how many the recommendation is for, None for as many as suit the machine.  timeout: seconds for each stage
-    of a trial, and for each step.  seconds: how long each line that could be recommended is run, after its start.
+    env, env_kwargs, wrappers: as for `make_vec`, and factories of TorchRL's `EnvBase`, whose line is one of
+        `muster.interop.torchrl.ParallelEnv`; an env that exists already is a finding, not an error. Every trial runs
+        in a process of its own: a crash, a hang or an exit in the env is a finding, too. With what the env shares with
+        this process (queues, locks, pipes, memory) only one worker is tried, for one step, and a finding says so.
+    num_envs: how many the recommendation is for, None for as many as suit the machine.
+    timeout: seconds for each stage of a trial, and for each step.
+    seconds: how long each line that could be recommended is run, after its start.
     soak_s: for so many seconds the env is also stepped and reset by random allowed actions, in one process. Findings
-    then say whether memory, file handles, threads, child processes, or the time of a step or a reset grow, and how
-    fast; `Diagnosis.soak` has the figures. What grows in the first third alone is no leak: soak for three times as long
-    as the env takes to fill its caches.
-    name: the env's name in messages.  progress: called with the name of each stage before it begins.
+        then say whether memory, file handles, threads, child processes, or the time of a step or a reset grow, and how
+        fast; `Diagnosis.soak` has the figures. What grows in the first third alone is no leak: soak for three times as
+        long as the env takes to fill its caches.
+    name: the env's name in messages.
+    progress: called with the name of each stage before it begins.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.
     policy_factory: as for `MultiCollector`. Builds a policy twice in another process: are their weights alike in names,
         shapes and dtypes, and do they give the same for the env's observations with the same weights? With `policy`,
@@ -81,6 +83,12 @@ def diagnose(
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense. Raises
     ImportError where a policy is to be examined without PyTorch, WrongType for a factory that cannot be called.
+    Returns a `Diagnosis`, whose ``str`` is a report.
+
+    >>> import muster
+    >>> diagnosis = muster.diagnose("CartPole-v1", env_kwargs={"speed": 2})
+    >>> diagnosis.blocks, [finding.topic for finding in diagnosis.findings if finding.severity == "blocks"]
+    (True, ['life', 'start methods'])
     """
     examined = [name for name, given in (("policy", policy), ("policy_factory", policy_factory)) if given is not None]
     if examined:

@@ -125,7 +125,7 @@ class _DropIn(VectorEnv):
 
     @verb
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
-        """Starts `reset`; `reset_wait` takes the result. Raises ValueError, TypeError."""
+        """Starts `reset`; `reset_wait` takes the result. Raises ConfigError and WrongType, as `reset` does."""
         self._check_reset(seed, options)
         super().reset_async(seed=seed, options=options)
 
@@ -163,6 +163,14 @@ class SyncVectorEnv(_DropIn):
     """Steps all envs in the calling thread, one by one. Arguments and attributes are those of Gymnasium's class, and:
 
     worker_init: as for `AsyncVectorEnv`; a function is called here, once.
+
+    >>> import gymnasium
+    >>> from muster.interop.gymnasium import SyncVectorEnv
+    >>> with SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2) as envs:
+    ...     obs, infos = envs.reset(seed=0)
+    ...     obs, rewards, terminated, truncated, infos = envs.step([0, 1])
+    >>> obs.shape, rewards
+    ((2, 4), array([1., 1.]))
     """
 
     def __init__(
@@ -184,7 +192,7 @@ class SyncVectorEnv(_DropIn):
         self.envs = backend.envs
 
     def step(self, actions: Any, **private: Any) -> StepResult:
-        """Steps every env. Raises an env's own exception, once the other envs have been stepped, too."""
+        """Steps every env by `actions`. Raises an env's own exception, once the others have been stepped, too."""
         if self.autoreset_mode is AutoresetMode.DISABLED and (needs_reset := self.needs_reset).any():
             ended = np.flatnonzero(needs_reset).tolist()
             raise AssertionError(
@@ -212,6 +220,14 @@ class AsyncVectorEnv(_DropIn):
     shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
     `max_concurrency` limits how many envs execute at once. A custom `worker` is written for the pipes of Gymnasium's
     own class: with one, the call returns an instance of that class.
+
+    >>> import gymnasium
+    >>> from muster.interop.gymnasium import AsyncVectorEnv
+    >>> with AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2) as envs:
+    ...     obs, infos = envs.reset(seed=0)
+    ...     obs, rewards, terminated, truncated, infos = envs.step([0, 1])
+    >>> obs.shape, rewards
+    ((2, 4), array([1., 1.]))
     """
 
     def __new__(cls, env_fns: EnvFns, *args: Any, **kwargs: Any) -> Any:
@@ -272,12 +288,12 @@ class AsyncVectorEnv(_DropIn):
 
     @verb
     def reset_wait(self, timeout: float | None = None, **private: Any) -> tuple[Any, dict[str, Any]]:
-        """The result of `reset_async`. Raises multiprocessing.TimeoutError; the reset then stays pending."""
+        """The result of `reset_async`. Raises multiprocessing.TimeoutError after `timeout`; the reset stays pending."""
         with self._waiting("reset", timeout):
             return super().reset_wait(timeout, **private)
 
     def step(self, actions: Any, **private: Any) -> StepResult:
-        """Steps every env. Raises an env's own exception; where several envs raise, that of the last env.
+        """Steps every env by `actions`. Raises an env's own exception; where several raise, that of the last env.
 
         Rewards of several numbers are ``[N, ...]``; ValueError where they are not so in all envs, as in Gymnasium.
         """
@@ -290,25 +306,25 @@ class AsyncVectorEnv(_DropIn):
 
     @verb
     def step_wait(self, timeout: float | None = None, **private: Any) -> StepResult:
-        """The result of `step_async`. Raises multiprocessing.TimeoutError; the step then stays pending."""
+        """The result of `step_async`. Raises multiprocessing.TimeoutError after `timeout`; the step stays pending."""
         with self._waiting("step", timeout):
             obs, rewards, terminated, truncated, infos = super().step_wait(timeout, **private)
             return obs, _as_given(rewards, infos), terminated, truncated, infos
 
     @verb
     def recv(self, min_envs: int | None = None, timeout: float | None = None, **private: Any) -> Batch:
-        """The results of the envs that are ready, as of `muster.VectorEnv`."""
+        """The results of the envs that are ready, at least `min_envs`, as of `muster.VectorEnv`, within `timeout`."""
         batch = super().recv(min_envs, timeout, **private)
         return batch._replace(rewards=_as_given(batch.rewards, batch.infos))
 
     @verb
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """The results of `call_async`. Raises multiprocessing.TimeoutError; the call then stays pending."""
+        """The results of `call_async`. Raises multiprocessing.TimeoutError after `timeout`; the call stays pending."""
         with self._waiting("call", timeout):
             return super().call_wait(timeout)
 
     def require_idle(self, doing: str) -> None:
-        """Raises Gymnasium's AlreadyPendingCallError while a call is pending; each call that begins asks."""
+        """Raises Gymnasium's AlreadyPendingCallError while a call is pending. `doing` is the call that begins."""
         self.require_open()
         if (pending := self._pending()) != "default":
             method = doing if doing == "set_attr" else f"{doing}_async"
@@ -369,10 +385,19 @@ def make_vec(
 ) -> GymnasiumsVectorEnv[Any, Any, Any]:
     """The vector env that Gymnasium's ``make_vec`` makes, with Muster's `SyncVectorEnv` and `AsyncVectorEnv`.
 
+    id, num_envs: a registered id or an EnvSpec, and how many envs.
     vectorization_mode: "sync", "async" or "vector_entry_point", which is the spec's own vector env; None for the
         spec's own where it has one, and else for "sync".
     vector_kwargs: arguments of the vector env, as `num_workers` of `AsyncVectorEnv`.
     wrappers, kwargs: for each env, built where it runs; values of kwargs may be `muster.lazy`.
+
+    Raises what Gymnasium's function raises.
+
+    >>> from muster.interop.gymnasium import make_vec
+    >>> with make_vec("CartPole-v1", num_envs=2, vectorization_mode="async") as envs:
+    ...     obs, infos = envs.reset(seed=0)
+    >>> obs.shape
+    (2, 4)
     """
     described = read_vector_spec(id, num_envs, vectorization_mode, vector_kwargs, wrappers, kwargs)
     if described is None:

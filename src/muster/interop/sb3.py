@@ -1,4 +1,4 @@
-"""Stable-Baselines3's vector envs on Muster's engine: real `VecEnv`s, for its algorithms, wrappers and callbacks."""
+"""Stable-Baselines3's vector envs on Muster's engine: each a `VecEnv`, for its algorithms, wrappers and callbacks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,17 @@ _ROWS, _FINALS = "info_rows", "finals_by_env"
 
 
 class MusterVecEnv(VecEnv):
-    """SB3's `VecEnv` around a `muster.VectorEnv` with ``autoreset_mode="same_step"``. Made by `as_sb3`."""
+    """SB3's `VecEnv` around a `muster.VectorEnv` with ``autoreset_mode="same_step"``. Made by `as_sb3`.
+
+    envs: the vector env, which `close` closes.
+
+    >>> import muster
+    >>> from muster.interop.sb3 import MusterVecEnv, as_sb3
+    >>> envs = as_sb3(muster.make_vec("CartPole-v1", num_envs=2, autoreset_mode="same_step"))
+    >>> isinstance(envs, MusterVecEnv), envs.vector_env.num_envs
+    (True, 2)
+    >>> envs.close()
+    """
 
     def __init__(self, envs: VectorEnv) -> None:
         if not isinstance(envs, VectorEnv):
@@ -123,7 +133,7 @@ class MusterVecEnv(VecEnv):
         return obs
 
     def step_async(self, actions: Any) -> None:
-        """Sends the actions; `step_wait` takes the results."""
+        """Sends `actions` ``[N, ...]``; `step_wait` takes the results."""
         self.vector_env.step_async(actions)
 
     def step_wait(self) -> VecStep:
@@ -131,7 +141,7 @@ class MusterVecEnv(VecEnv):
         return self._as_rows(self.vector_env.step_wait(_copies=True, _reader=self._rows))
 
     def step(self, actions: Any) -> VecStep:
-        """Steps all envs: `step_async` and `step_wait` in one call."""
+        """Steps all envs by `actions`: `step_async` and `step_wait` in one call."""
         return self._as_rows(self.vector_env.step(actions, _copies=True, _reader=self._rows))
 
     def close(self) -> None:
@@ -153,21 +163,21 @@ class MusterVecEnv(VecEnv):
     # ---- the envs themselves
 
     def has_attr(self, attr_name: str) -> bool:
-        """Whether every env has the attribute."""
+        """Whether every env has the attribute `attr_name`."""
         return all(self._do(HasAttribute(attr_name), None))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        """The attribute of the envs `indices`, looked up through wrappers."""
+        """The attribute `attr_name` of the envs `indices`, looked up through wrappers; None for all envs."""
         return self._do(GetAttribute(attr_name), indices)
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Sets an attribute of the envs `indices`, on their outermost wrapper."""
+        """Sets the attribute `attr_name` of the envs `indices` to `value`, on their outermost wrapper."""
         self._do(SetAttribute(attr_name, value), indices)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Calls a method of the envs `indices`, and returns its results."""
+        """The results of ``env.method_name(*method_args, **method_kwargs)`` of the envs `indices`."""
         return self._do(CallMethod(method_name, method_args, method_kwargs), indices)
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
@@ -222,9 +232,16 @@ class _Envs(VectorEnv):
 
 
 class DummyVecEnv(MusterVecEnv):
-    """Steps all envs in the calling thread, one after the other.
+    """Steps all envs in the calling thread, one after the other. Arguments are those of SB3's class, and:
 
     worker_init: as for `SubprocVecEnv`; a function is called here, once.
+
+    >>> import gymnasium
+    >>> from muster.interop.sb3 import DummyVecEnv
+    >>> envs = DummyVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+    >>> envs.reset().shape
+    (2, 4)
+    >>> envs.close()
     """
 
     def __init__(self, env_fns: EnvFns, *, worker_init: WorkerInit = None) -> None:
@@ -246,7 +263,7 @@ class DummyVecEnv(MusterVecEnv):
 
 
 class SubprocVecEnv(MusterVecEnv):
-    """Steps the envs in worker processes.
+    """Steps the envs in worker processes. Arguments are those of SB3's class, and:
 
     start_method: "forkserver", "spawn" or "fork"; None starts fresh processes that never fork the caller.
     num_workers: None for one process per env, as in SB3; a number for so many processes that share the envs, which is
@@ -260,6 +277,15 @@ class SubprocVecEnv(MusterVecEnv):
 
     `close` waits for a pending step, and for the envs to close, as long as these take, as SB3's does. After 5 s a line
     says which envs are still closing; Ctrl-C ends the wait.
+
+    >>> import gymnasium
+    >>> from muster.interop.sb3 import SubprocVecEnv
+    >>> envs = SubprocVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+    >>> obs = envs.reset()
+    >>> obs, rewards, dones, infos = envs.step([0, 1])
+    >>> rewards, infos[0]
+    (array([1., 1.]), {'TimeLimit.truncated': False})
+    >>> envs.close()
     """
 
     def __init__(
@@ -289,7 +315,19 @@ class SubprocVecEnv(MusterVecEnv):
 
 
 def as_sb3(envs: VectorEnv) -> MusterVecEnv:
-    """`envs` as an SB3 `VecEnv`. Raises ConfigError unless ``autoreset_mode="same_step"``."""
+    """A vector env as an SB3 `VecEnv`.
+
+    envs: a `muster.VectorEnv`, made with ``autoreset_mode="same_step"``.
+
+    Raises ConfigError for another mode, and WrongType for envs with agents.
+
+    >>> import muster
+    >>> from muster.interop.sb3 import as_sb3
+    >>> envs = as_sb3(muster.make_vec("CartPole-v1", num_envs=2, autoreset_mode="same_step"))
+    >>> envs.reset().shape
+    (2, 4)
+    >>> envs.close()
+    """
     return MusterVecEnv(envs)
 
 
@@ -307,10 +345,16 @@ def make_vec_env(
     monitor_kwargs: dict[str, Any] | None = None,
     wrapper_kwargs: dict[str, Any] | None = None,
 ) -> VecEnv:
-    """`n_envs` monitored envs in one `VecEnv`, by default a `DummyVecEnv`; the arguments are SB3's.
+    """Monitored envs in one `VecEnv`, by default a `DummyVecEnv`; the arguments are those of SB3's function.
 
-    Values in env_kwargs, monitor_kwargs and wrapper_kwargs may be `muster.lazy(...)`: each is built where its env is,
+    Values in `env_kwargs`, `monitor_kwargs` and `wrapper_kwargs` may be `muster.lazy`: each is built where its env is,
     and released with it, also where `vec_env_cls` is a class of SB3's. Raises WrongType for an env that exists already.
+
+    >>> from muster.interop.sb3 import SubprocVecEnv, make_vec_env
+    >>> envs = make_vec_env("CartPole-v1", n_envs=2, seed=0, vec_env_cls=SubprocVecEnv)
+    >>> envs.reset().shape
+    (2, 4)
+    >>> envs.close()
     """
     if not isinstance(env_id, str) and not callable(env_id):
         raise WrongType(

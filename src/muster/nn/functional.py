@@ -27,8 +27,10 @@ _call_numbers = itertools.count()
 def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
     """Returns ``call, params``: ``call(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with these tensors.
 
-    params: the module's own parameters and buffers by name, a tensor that has several names once; no copies, so that
-    gradients and optimizers reach the module. ``call`` takes any mapping of these names, of the same or of other
+    module: an ``nn.Module``.
+
+    ``params`` holds the module's own parameters and buffers by name, a tensor that has several names once; no copies,
+    so that gradients and optimizers reach the module. ``call`` takes any mapping of these names, of the same or other
     tensors (stacked under ``torch.vmap``, targets, results of ``torch.func.grad``). A name that is left out keeps the
     module's own tensor; a tensor with several names is replaced under all of them. Buffers that the module writes
     to, such as the statistics of a batch norm, are written in ``params``, not in the module.
@@ -44,6 +46,12 @@ def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tens
     Raises WrongType for what is not an ``nn.Module``, UsageError for lazy modules that saw no input yet and, in
     ``call``, for names that the module does not have, for different tensors under the names of one tied tensor, and
     for replaced buffers that ``params`` cannot take.
+
+    >>> import torch
+    >>> from muster.nn import functionalize
+    >>> call, params = functionalize(torch.nn.Linear(3, 2))
+    >>> call({name: torch.ones_like(tensor) for name, tensor in params.items()}, torch.ones(1, 3)).tolist()
+    [[4.0, 4.0]]
     """
     params = named_tensors(module)
     return _FunctionalCall(module, params), params
@@ -216,9 +224,20 @@ class TargetParams:
     reach the arguments. ``update(tau)`` moves them towards the module (Lillicrap et al. 2015, arXiv:1509.02971),
     ``hard_update()`` makes them equal (Mnih et al. 2015, doi:10.1038/nature14236).
 
+    module: an ``nn.Module``.
+
     params: the tensors by the names that they have in the module, one for all the names of a tied tensor.
-    Raises what ``functionalize`` raises; like its calls, a target is not for two threads at a time, nor for gradients
+    Raises what `functionalize` raises; like its calls, a target is not for two threads at a time, nor for gradients
     through blocks under ``torch.utils.checkpoint`` inside the module, which recompute with the module's own tensors.
+
+    >>> import torch
+    >>> from muster.nn import TargetParams
+    >>> module = torch.nn.Linear(3, 1)
+    >>> target = TargetParams(module)
+    >>> before = torch.nn.init.zeros_(target.params["bias"]), torch.nn.init.ones_(module.bias)
+    >>> target.update(tau=0.25)
+    >>> target.params["bias"].tolist()
+    [0.25]
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -226,7 +245,7 @@ class TargetParams:
         self.hard_update()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's output for these arguments, computed with the target's parameters and buffers."""
+        """Returns the module's output for ``*args, **kwargs``, with the target's parameters and buffers."""
         return self._call(self.params, *args, **kwargs)
 
     @torch.no_grad()

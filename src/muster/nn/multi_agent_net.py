@@ -30,6 +30,7 @@ class MultiAgentNet(nn.Module):
     concatenated along their last axis.
 
     make_net: called without arguments for each agent's network, once if ``share_params``; builds a new one each time.
+    n_agents: ``A``.
     centralised: every agent sees all agents' inputs, joined along the first axis of ``F``.
     share_params: one network for all agents, which is ``net`` itself; if centralised too, all agents' outputs are
         equal and computed once.
@@ -51,6 +52,12 @@ class MultiAgentNet(nn.Module):
     (options count where their ``repr`` shows them, others are taken from the first) or, in calls, the input's shape
     does not fit, UsageError where they share tensors or keep references to their own (in a list or function, for
     example), CannotTravel where a network of other layers cannot be copied.
+
+    >>> import torch
+    >>> from muster.nn import MultiAgentNet
+    >>> net = MultiAgentNet(lambda: torch.nn.Linear(4, 2), n_agents=3)
+    >>> net(torch.zeros(8, 3, 4)).shape, net.net.weight.shape
+    (torch.Size([8, 3, 2]), torch.Size([3, 2, 4]))
     """
 
     net: nn.Module
@@ -105,13 +112,16 @@ class MultiAgentNet(nn.Module):
     def from_modules(
         modules: Sequence[nn.Module], *, centralised: bool = False, agent_dim: int = -2, use_vmap: bool = True
     ) -> MultiAgentNet:
-        """One network for each of the modules, in their order, starting from copies of their values."""
+        """One network for each of the `modules`, in their order, starting from copies of their values.
+
+        Other options are `MultiAgentNet`'s.
+        """
         modules = list(modules)
         take = iter(modules).__next__
         return MultiAgentNet(take, len(modules), centralised=centralised, agent_dim=agent_dim, use_vmap=use_vmap)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Output [*B, A, *G] for inputs [*B, A, *F] each."""
+        """Output [*B, A, *G] for `inputs`, [*B, A, *F] each."""
         if len(inputs) != 1 and not self._takes_several:
             inputs = (torch.cat(inputs, -1),)
         first = inputs[0]
@@ -156,7 +166,7 @@ class MultiAgentNet(nn.Module):
         return cast(Tensor, net(*inputs))
 
     def agent(self, index: int) -> AgentView:
-        """A view on one agent's network, callable on what that agent sees. Raises WrongIndex."""
+        """An `AgentView` of the agent `index`, callable on what that agent sees. Raises WrongIndex."""
         if not -self.n_agents <= index < self.n_agents:
             raise WrongIndex(f"agent {index} of {self.n_agents}: expected -{self.n_agents} to {self.n_agents - 1}")
         return AgentView(self, index % self.n_agents)
@@ -168,7 +178,7 @@ class MultiAgentNet(nn.Module):
         return [copy_module(self.net, {})] if self.share_params else split_any(self.net, self.n_agents)
 
     def load_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Copies the values of as many modules as ``to_modules`` returns, in place. Raises as the constructor does."""
+        """Copies the values of `modules`, as many as `to_modules` returns, in place. Raises as the constructor does."""
         expected = 1 if self.share_params else self.n_agents
         if len(modules) != expected:
             raise ConfigError(f"got {len(modules)} modules; expected {expected}, as many as to_modules returns")
@@ -229,14 +239,25 @@ class MultiAgentNet(nn.Module):
 
 
 class AgentView:
-    """One agent's network inside a MultiAgentNet: no copy, its gradients reach the stacked parameters."""
+    """One agent's network inside a MultiAgentNet: no copy, its gradients reach the stacked parameters.
+
+    of: the `MultiAgentNet`, whose method ``agent`` makes this.
+    index: the agent, from 0 on.
+
+    >>> import torch
+    >>> from muster.nn import MultiAgentNet
+    >>> net = MultiAgentNet(lambda: torch.nn.Linear(4, 2), n_agents=3)
+    >>> first = net.agent(0)
+    >>> first(torch.zeros(8, 4)).shape, first.parameters()["bias"].shape
+    (torch.Size([8, 2]), torch.Size([2]))
+    """
 
     def __init__(self, of: MultiAgentNet, index: int) -> None:
         self._of = of
         self.index = index
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Output [*B, *G] for inputs [*B, *F] each; if centralised, those of all agents joined along F's first axis."""
+        """Output [*B, *G] for `inputs`, [*B, *F] each; if centralised, all agents' joined along F's first axis."""
         if len(inputs) != 1 and not self._of._takes_several:
             inputs = (torch.cat(inputs, -1),)
         x = inputs[0]

@@ -25,17 +25,27 @@ class MultiAgentMLP(MultiAgentNet):
     n_agent_inputs: size of one agent's input; if ``centralised`` each network takes ``A`` times as many. None takes it
         from the first input, or from the weights that are loaded first.
     n_agent_outputs: size of one agent's output, or its shape.
-    centralised: every agent sees all agents' inputs.  ``centralized`` is the same.
+    n_agents: ``A``.
+    centralised, centralized: every agent sees all agents' inputs; one of the two names.
     share_params: one network for all agents.
     depth, num_cells: hidden layers and their sizes. Without both there is none; ``depth`` alone gives layers of 32.
-    layer_class, norm_class, activation_class: called with ``layer_kwargs``, ``norm_kwargs`` and ``activation_kwargs``
-        (one dict for all layers, or a list of one for each). Norm and activation follow each hidden layer, and the
-        last one if ``activate_last_layer``; ``dropout``, a probability, goes before them.
-    bias_last_layer: whether the last layer has a bias; ``single_bias_last_layer``: one for all its outputs.
-    vmap_randomness: see MultiAgentNet.  use_td_params: no effect; where TorchRL keeps the parameters.
+    layer_class, norm_class, activation_class: the layers' classes. Norm and activation follow each hidden layer.
+    layer_kwargs, norm_kwargs, activation_kwargs: their arguments, one dict for all layers, or a list of one for each.
+    activate_last_layer: whether norm and activation follow the last layer, too.
+    dropout: a probability; goes before norm and activation.
+    bias_last_layer, single_bias_last_layer: whether the last layer has a bias, and whether one for all its outputs.
+    device: where the parameters lie.
+    vmap_randomness: see `MultiAgentNet`.
+    use_td_params: no effect; where TorchRL keeps the parameters.
 
-    Raises ConfigError and WrongType for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
+    Raises ConfigError and WrongType for bad arguments, SpecMismatch for inputs that do not fit. See `MultiAgentNet` for
     the parameters' layout and the methods.
+
+    >>> import torch
+    >>> from muster.nn import MultiAgentMLP
+    >>> net = MultiAgentMLP(4, 2, 3, centralised=False, share_params=False, num_cells=[16])
+    >>> net(torch.zeros(8, 3, 4)).shape, net.net[0].weight.shape
+    (torch.Size([8, 3, 2]), torch.Size([3, 4, 16]))
     """
 
     def __init__(
@@ -91,20 +101,30 @@ class MultiAgentConvNet(MultiAgentNet):
 
     Input ``[*B, A, in_features, H, W]``, output ``[*B, A, num_cells[-1] * H' * W']``.
 
-    centralised: every agent sees all agents' channels.  ``centralized`` is the same.
+    n_agents: ``A``.
+    centralised, centralized: every agent sees all agents' channels; one of the two names.
     share_params: one network for all agents.
     in_features: channels of one agent's image. None takes them from the first input, or from the weights loaded first.
-    num_cells: output channels of each layer.  kernel_sizes, strides, paddings: one for all layers, or one for each,
-        which is a number or (vertical, horizontal).  depth: the number of layers, where none of these gives it.
-    activation_class, norm_class: called with ``activation_kwargs`` and ``norm_kwargs`` (one dict for all layers, or a
-        list of one for each) after each layer, the norm last.
-    aggregator_class: called with ``aggregator_kwargs``, flattens what the layers give; None leaves it out.
+    num_cells: output channels of each layer.
+    kernel_sizes, strides, paddings: one for all layers, or one for each, a number or (vertical, horizontal) in pixels.
+    depth: the number of layers, where none of these gives it.
+    activation_class, norm_class: the classes of what follows each layer, the norm last.
+    activation_kwargs, norm_kwargs: their arguments, one dict for all layers, or a list of one for each.
+    aggregator_class, aggregator_kwargs: flattens what the layers give; None leaves it out.
     squeeze_output: leave out the axes of images that have become one pixel.
-    vmap_randomness: see MultiAgentNet.  use_td_params: no effect; where TorchRL keeps the parameters.
     bias_last_layer: no effect, as in TorchRL 0.14: the layers have biases.
+    device: where the parameters lie.
+    vmap_randomness: see `MultiAgentNet`.
+    use_td_params: no effect; where TorchRL keeps the parameters.
 
-    Raises ConfigError and WrongType for bad arguments, SpecMismatch for inputs that do not fit. See MultiAgentNet for
+    Raises ConfigError and WrongType for bad arguments, SpecMismatch for inputs that do not fit. See `MultiAgentNet` for
     the parameters' layout and the methods.
+
+    >>> import torch
+    >>> from muster.nn import MultiAgentConvNet
+    >>> net = MultiAgentConvNet(3, False, True, in_features=3, num_cells=[8, 8], kernel_sizes=3)
+    >>> net(torch.zeros(2, 3, 3, 15, 15)).shape
+    torch.Size([2, 3, 72])
     """
 
     def __init__(

@@ -71,6 +71,8 @@ class OwnMethod:
 def shared_on_copy(policy: M) -> M:
     """Returns ``policy`` itself, of which `copy.deepcopy` makes modules that share with it what cannot be copied.
 
+    policy: an ``nn.Module``.
+
     For libraries that copy the modules that they are given, such as TorchRL's losses and
     ``torch.optim.swa_utils.AveragedModel``, and for policies that hold a socket, a lock, a device or a part that is
     marked by `uncopyable`. A copy has
@@ -91,6 +93,14 @@ def shared_on_copy(policy: M) -> M:
     in the same way as long as ``policy`` itself is what is copied. Of a module that ``torch.compile`` has wrapped
     around ``policy``, `copy.deepcopy` gives a copy of ``policy``; call this function on the wrapper instead. Raises
     WrongType for what is not an ``nn.Module``.
+
+    >>> import copy, threading, torch
+    >>> from muster.nn import shared_on_copy
+    >>> policy = torch.nn.Linear(3, 2)
+    >>> policy.lock = threading.Lock()
+    >>> copied = copy.deepcopy(shared_on_copy(policy))
+    >>> copied.lock is policy.lock, copied.weight is policy.weight
+    (True, False)
     """
     if not isinstance(policy, nn.Module):
         raise WrongType(

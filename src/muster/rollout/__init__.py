@@ -2,6 +2,8 @@
 
 `gae` and `vtrace` compute advantages and value targets, time first ``[T, N]``; `split_trajectories` gives each
 trajectory of a batch ``[N, T]`` a row of its own; `next_observations` restores what a compact batch leaves out.
+
+Collectors are `muster.Collector` and `muster.MultiCollector`.
 """
 
 from __future__ import annotations

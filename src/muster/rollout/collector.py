@@ -55,16 +55,19 @@ from muster.worker_info import seeds_of_envs
 class Collector(BatchSource):
     """Iterates batches of `frames_per_batch` frames, rounded up to whole steps: TensorDicts ``[N, T]``.
 
-    envs: a vector env, which stays the caller's, or what `muster.make_vec` takes as its first argument. In that case
-        `num_envs` and `make_vec_options` (make_vec's other options, as a dict) apply, and `shutdown` closes the envs.
+    envs: a vector env, which stays the caller's, or what `muster.make_vec` takes as its first argument; then `shutdown`
+        closes the envs.
+    num_envs, make_vec_options: of envs that the collector makes: their number, and make_vec's other options, as a dict.
+    frames_per_batch: env steps of all envs together; a multi-agent env's step is one frame.
     policy: a module with ``in_keys`` and ``out_keys``; any callable from observation to action, or to a dict with
         "action" in it, for agents from dict to dict by group; a multi-agent network of `muster.nn` or TorchRL, which
         acts for the only group; or None for random actions. It is neither copied nor pickled. Parameters of a callable
         named ``masks``, ``env_state`` and ``alive`` get what docs/migration/from-parallel-env.md has in a table.
     policy_factory: builds the policy, instead of `policy`.
     total_frames: where to end; -1, the default, goes on for ever, until the loop is left.
-    device: sets policy_device (where the policy computes: it is moved there; None: it stays where it is) and
-        storing_device (where the batches lie that are returned; None: in memory).
+    device: sets both of the next two, where they are None.
+    policy_device: where the policy computes: it is moved there; None: it stays where it is.
+    storing_device: where the batches lie that are returned; None: in memory.
     seed: for envs, random actions and torch's generators while the policy acts. None leaves all as they are.
     overlap: steps one half of the envs while the policy computes for the other.
     init_random_frames: so many frames have random actions before the policy acts. The policy is called once at the
@@ -90,6 +93,15 @@ class Collector(BatchSource):
     acting_version: the version of the weights that acted in the last batch, see `policy_version`.
     A RuntimeWarning reports envs that the vector env replaced; their rows are masked. Raises ConfigError, UsageError,
     and what `make_vec` raises.
+
+    >>> import muster
+    >>> def policy(obs):  # a tensor [N, 4], float32
+    ...     return (obs[:, 2] > 0).long()
+    >>> with muster.Collector("CartPole-v1", policy, num_envs=4, frames_per_batch=32, total_frames=64) as collector:
+    ...     for batch in collector:
+    ...         print(batch.shape, batch["next", "reward"].shape)
+    torch.Size([4, 8]) torch.Size([4, 8, 1])
+    torch.Size([4, 8]) torch.Size([4, 8, 1])
     """
 
     @explains_keywords(
@@ -179,7 +191,7 @@ class Collector(BatchSource):
         return storage
 
     def fill(self, storage: Storage, stop: Array | None = None) -> int:
-        """Collects the next steps of all envs into `storage`; returns their number. stop: see `Stepping.fill`."""
+        """Collects the next steps of all envs into `storage`; returns their number. `stop`: see `Stepping.fill`."""
         random = self.policy is None or self.frames < self._init_random_frames
         if self._reset_at_each_iter and self.batches:  # before the first one a trial may have reset them
             self._stepping.start_afresh()
@@ -289,7 +301,7 @@ class Collector(BatchSource):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`, in new episodes with seeds of their own."""
+        """Goes on from `state`, which `state_dict` returned, in new episodes with seeds of their own."""
         self._load_counters(state)
         self._rng.bit_generator.state = state["action_rng"]
         if self._torch_state is not None and "torch_rng" in state:

@@ -42,11 +42,23 @@ def gae(
 
     All tensors are time-first: [T, N], or [T, N, A] for a group of agents; ``batch.transpose(0, 1)`` of a collector's
     batch [N, T].
-    rewards: float, for the action at t.  values, next_values: float, of the observations before and after it.
-    terminated, truncated, mask: bool; mask False leaves the row out.
+
+    rewards: float, for the action at t.
+    values, next_values: float, of the observations before and after it.
+    terminated, truncated: bool, how the action ended the episode.
+    gamma, gae_lambda: the discount of later rewards, and that of later advantages, from 0 to 1.
+    mask: bool; False leaves the row out.
 
     Returns (advantages, targets), shaped as ``values`` and of its dtype, without gradients; targets are advantages +
     values. Raises SpecMismatch where shapes differ or a flag is not bool.
+
+    >>> import torch
+    >>> from muster.rollout import gae
+    >>> rewards, values = torch.ones(2, 1), torch.zeros(2, 1)
+    >>> terminated, truncated = torch.tensor([[False], [True]]), torch.tensor([[False], [False]])
+    >>> advantages, targets = gae(rewards, values, values, terminated, truncated, gamma=0.5, gae_lambda=1.0)
+    >>> advantages.tolist()
+    [[1.5], [1.0]]
     """
     kept = _check_and_mask(rewards, values, next_values, terminated, truncated, mask)
     bootstrap = next_values.masked_fill(terminated, 0.0)
@@ -72,14 +84,22 @@ def vtrace(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and value targets for an older policy's rollout, by V-trace (Espeholt et al. 2018, arXiv:1802.01561).
 
-    All tensors are time-first: [T, N], or [T, N, A] for a group of agents; ``batch.transpose(0, 1)`` of a collector's
-    batch [N, T].
+    All tensors are time-first: [T, N], or [T, N, A] for a group of agents.
+
     log_ratios: float, log-probability of the action under the policy that learns minus that under the one that acted.
-    rewards, values, next_values, terminated, truncated, mask: as for ``gae``.
+    rewards, values, next_values, terminated, truncated, mask, gamma: as for `gae`.
     rho_clip, c_clip: where the importance weights are cut off (the paper's rho-bar and c-bar).
 
     Returns (advantages, targets), shaped as ``values`` and of its dtype, without gradients. Raises SpecMismatch where
     shapes differ or a flag is not bool.
+
+    >>> import torch
+    >>> from muster.rollout import vtrace
+    >>> rewards, values, log_ratios = torch.ones(2, 1), torch.zeros(2, 1), torch.tensor([[1.5], [0.0]])
+    >>> terminated, truncated = torch.tensor([[False], [True]]), torch.tensor([[False], [False]])
+    >>> advantages, targets = vtrace(log_ratios, rewards, values, values, terminated, truncated, gamma=0.5)
+    >>> targets.tolist()
+    [[1.5], [1.0]]
     """
     kept = _check_and_mask(rewards, values, next_values, terminated, truncated, mask, log_ratios=log_ratios)
     ended = terminated | truncated
@@ -99,8 +119,8 @@ def split_trajectories(rollout: TensorDictBase) -> TensorDict:
     """The rollout's trajectories, one in each row, padded with zeros to the longest.
 
     rollout: a collector's batch [N, T], with ``("next", "done")`` [N, T, 1] bool and, where steps are to be left out,
-    ``("collector", "mask")`` [N, T] bool. A trajectory ends where done is True, where ``("collector", "traj_ids")``
-    [N, T] int64, if there are any, change, and at the end of the rollout.
+        ``("collector", "mask")`` [N, T] bool. A trajectory ends where done is True, where ``("collector", "traj_ids")``
+        [N, T] int64, if there are any, change, and at the end of the rollout.
 
     Returns a TensorDict of batch_size [B, T_longest], names [None, "time"], for B trajectories ordered by env, then
     time; its ``("collector", "mask")`` [B, T_longest] is False on the padding, and its ``("collector", "traj_ids")``
@@ -109,6 +129,14 @@ def split_trajectories(rollout: TensorDictBase) -> TensorDict:
     time is the first of them, or done is missing or misshapen.
 
     `torchrl.collectors.utils.split_trajectories` gives the same rows, but keeps those that are to be left out.
+
+    >>> import muster
+    >>> from muster.rollout import split_trajectories
+    >>> options = {"num_envs": 2, "frames_per_batch": 16, "max_frames_per_traj": 5, "seed": 0}
+    >>> with muster.Collector("CartPole-v1", lambda obs: (obs[:, 2] > 0).long(), **options) as collector:
+    ...     rows = split_trajectories(collector.rollout())
+    >>> rows["collector", "mask"].sum(1)
+    tensor([5, 3, 5, 3])
     """
     if rollout.batch_dims != 2 or rollout.names[0] == "time":
         named = f" with names {rollout.names}" if any(rollout.names) else ""

@@ -237,7 +237,14 @@ def _env_first(rows: Array) -> Tensor:
 def next_observations(batch: TensorDict) -> TensorDict:
     """The observations after each action of a ``compact`` batch ``[N, T]``, final ones included: ``[N, T]``.
 
-    Raises UsageError for a batch that is not a whole one from ``Collector(compact=True)``.
+    batch: as ``Collector(compact=True)`` yields it, whole. Raises UsageError for others.
+
+    >>> import muster
+    >>> from muster.rollout import next_observations
+    >>> with muster.Collector("CartPole-v1", None, num_envs=2, frames_per_batch=16, compact=True) as collector:
+    ...     following = next_observations(collector.rollout())
+    >>> following["observation"].shape
+    torch.Size([2, 8, 4])
     """
     last = batch.get(("collector", "last"), None)
     if last is None or batch.batch_dims != 2:

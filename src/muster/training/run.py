@@ -20,11 +20,10 @@ from muster.training.stopping import raise_again
 
 
 class Run:
-    """A training run.
+    """A training run, as `muster.train` returns it.
 
-    Args:
-        path: Its folder, which `muster.load_policy`, ``muster eval`` and ``resume=`` take, too.
-        objects: The env, the wrappers and the network that were handed over, as in `TrainingPlan`.
+    path: its folder, which `muster.load_policy`, ``muster eval`` and ``resume=`` take, too.
+    objects: the env, the wrappers and the network that were handed over.
     """
 
     def __init__(self, path: str | os.PathLike[str], objects: Mapping[str, Any] | None = None) -> None:

@@ -34,22 +34,32 @@ def load_policy(
     trust: bool = False,
     policy: Any = None,
 ) -> RunPolicy:
-    """The policy that the run in the folder ``run`` has trained.
+    """The policy that a run has trained, as a `RunPolicy`.
 
     ``policy(obs)`` acts for a vector env, for a single env, and as the policy of `Collector` and `MultiCollector`, as
     ``muster eval`` does: observations are normalised as in training, by statistics that stay as they are.
     ``policy.make_vec(num_envs)`` makes the run's envs.
 
+    run: the run's folder.
     checkpoint: another one than the newest: the steps of a copy that ``--checkpoint-every`` has made, such as "51200",
-    "best" of a run with ``--eval-every``, or a path.
+        "best" of a run with ``--eval-every``, or a path.
     sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
     trust: lets ``policy.make_vec`` import modules, files and wrappers that the folder names, also from the working
-    directory. Loading makes no env, and executes no code of the folder; but where ``--policy`` has named a function,
-    it takes trust, and calls that.
+        directory. Loading makes no env, and executes no code of the folder; but where ``--policy`` has named a
+        function, it takes trust, and calls that.
     policy: the network, or the function that makes one, that `muster.train` had. A copy of a network is loaded.
 
     Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint, and
     ConfigError for a named policy without trust.
+
+    >>> import muster, numpy, tempfile
+    >>> options = {"total_steps": 128, "num_envs": 4, "num_steps": 32}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = muster.train("CartPole-v1", run_dir=f"{folder}/run", **options)
+    ...     policy = muster.load_policy(run.path)
+    CartPole-v1  PPO, 128 steps, seed 0, 4 envs...
+    >>> policy(numpy.zeros((8, 4), "float32")).shape
+    (8,)
     """
     objects = {} if policy is None else {"policy": policy}
     return RunPolicy(Path(run), checkpoint, sample=sample, trust=trust, objects=objects)
@@ -228,6 +238,12 @@ def _rows(obs: Any, space: spaces.Space[Any], *agents: int) -> tuple[Any, bool]:
             raise SpecMismatch(f"policy: expected as many of each part of {space}, got {sorted(counts)}.")
         return as_observation({name: rows for name, (rows, _) in found.items()}, 1 + len(agents)), all(are_single)
     shape, dtype = (*agents, *(space.shape or ())), np.dtype(space.dtype)
+    if isinstance(obs, Mapping):
+        raise SpecMismatch(
+            f"policy: expected arrays {list(shape)} of {dtype}, got a {type(obs).__name__}: the run's envs are wrapped."
+            " policy.make_vec(num_envs) makes such envs; or wrap yours as well, most often in "
+            "gymnasium.wrappers.FlattenObservation"
+        )
     try:
         given = obs.detach().cpu().numpy() if isinstance(obs, torch.Tensor) else np.asarray(obs)
     except (TypeError, ValueError) as error:

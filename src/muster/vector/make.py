@@ -129,6 +129,13 @@ def make_vec(
 
     Raises RecipeError, CannotTravel, EnvError (an env could not be built), SpecMismatch (the envs differ), WorkerDied,
     WorkerTimeout, NotEnoughMemory, OneEnvPerProcess, ConfigError.
+
+    >>> import muster
+    >>> with muster.make_vec("CartPole-v1", num_envs=4, env_kwargs={"sutton_barto_reward": True}) as envs:
+    ...     obs, infos = envs.reset(seed=0)
+    ...     obs, rewards, terminated, truncated, infos = envs.step(envs.sample_actions())
+    >>> obs.shape, rewards
+    ((4, 4), array([0., 0., 0., 0.]))
     """
     if backend == "ray":  # others' vector envs have one
         raise ConfigError(

@@ -52,6 +52,15 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
 
     Actions are ``[N, A, ...]`` by group; those of agents that are not acting are ignored. With ``copy=False`` obs,
     ``action_mask`` and ``state`` are views, valid until that env's next send.
+
+    >>> import muster
+    >>> with muster.make_vec("pettingzoo/mpe/simple_spread_v3", num_envs=2) as envs:
+    ...     obs, infos = envs.reset(seed=0)
+    ...     obs, rewards, terminated, truncated, infos = envs.step(envs.sample_actions())
+    >>> envs.groups
+    {'agent': ['agent_0', 'agent_1', 'agent_2']}
+    >>> obs["agent"].shape, rewards["agent"].shape
+    ((2, 3, 18), (2, 3))
     """
 
     _batch = AgentBatch

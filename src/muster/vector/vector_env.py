@@ -94,7 +94,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def reset_some(self, ids: Array, arguments: ResetArguments) -> None:
-        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked the arguments."""
+        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked `arguments`."""
         if self._recovery is not None:
             seeds = self._recovery.seeds_for_reset(ids, arguments.seeds, arguments.options)
             arguments = replace(arguments, seeds=seeds)
@@ -126,7 +126,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def step_async(self, actions: Any) -> None:
-        """Sends the actions; `step_wait` or `recv` takes the results."""
+        """Sends `actions`, as `step` takes them; `step_wait` or `recv` takes the results."""
         self.require_idle("step")
         self._send(actions, None, True, self.copy)
 
@@ -139,7 +139,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def send(self, actions: Any, env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None) -> None:
-        """Sends actions ``[n, ...]`` to envs `env_ids`, or to all; none of them may owe an answer to an earlier call.
+        """Sends `actions` ``[n, ...]`` to envs `env_ids`, or to all; none of them may owe an answer to an earlier call.
 
         Raises ActionError, PendingError, UsageError, each before anything is sent.
         """
@@ -155,8 +155,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def recv(self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None) -> BatchT:
         """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
 
-        Raises WaitTimeout after `timeout` seconds; the envs then stay pending, to be waited for again. Raises
-        NotPendingError if fewer than `min_envs` envs are pending.
+        Raises WaitTimeout after `timeout` seconds, and all stay pending; NotPendingError where fewer than that are.
         """
         checks.require_count(min_envs)
         pending = self._caller.num_pending
@@ -212,17 +211,14 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def set_attr(self, name: str, values: Any) -> None:
-        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple.
-
-        With ``on_failure="restart"`` it is set in an env that is built again, also where that dies before it has it.
-        """
+        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
         self.require_idle("set_attr")
         if failures := [*self.set_each(name, checks.values_of(name, values, self.num_envs)).values()]:
             self._raise(failures, None)
 
     @verb
     def set_each(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
-        """Sets the attribute `name` of envs, to values by env; returns the failures of those that refuse theirs."""
+        """Sets the attribute `name` of envs, to `values` by env; returns the failures of those that refuse theirs."""
         self._caller.calling = True
         try:
             return (self._recovery or self._backend).set_attr(name, values)
@@ -236,12 +232,11 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def stats(self) -> dict[str, Any]:
         """Env steps and restarts so far, the number of ``processes`` that step envs, and a dict for each worker.
 
-        A worker's dict holds the shares of its time that it was ``stepping`` envs, ``waiting`` and ``copying`` (they
-        add up to 1), its ``env_steps`` and ``resets``, and of its process the ``pid``, ``memory_bytes`` (private
-        memory, its children's included), ``handles`` (open file descriptors, also called ``fds``) and ``children``
-        (processes that it has started, theirs included). ``memory_growth_bytes`` (of memory that belongs to no file),
-        ``handles_growth`` and ``children_growth`` count what was added since its envs were built; None where its
-        process has ended. Where the caller steps envs, these are the figures of its process, without children's memory.
+        A worker's dict holds the shares of its time ``stepping``, ``waiting`` and ``copying``, its ``env_steps`` and
+        ``resets``, and of its process the ``pid``, ``memory_bytes`` (private, its children's included), ``handles``
+        (open file descriptors, or ``fds``), ``children`` (theirs included), and what was added since its envs were
+        built: ``memory_growth_bytes`` (of memory that belongs to no file), ``handles_growth``, ``children_growth``;
+        None where it has ended. Where the caller steps envs, they are its process's, without children's memory.
         """
         self.require_open()
         return results.stats_of(self._backend)
@@ -274,15 +269,13 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         """Closes envs and workers, and waits for each env's own ``close()`` as long as make_vec's `close_timeout` says.
 
         timeout: seconds for all envs, in the place of that.  terminate: does not wait for ``env.close()``.
-        A worker in a step, a reset or a call has 5 s to begin. After 5 s a line on stderr says which envs are still
-        closing, and until when they are waited for; Ctrl-C ends the wait. Workers that are too slow are killed, with a
-        RuntimeWarning. Garbage collection and the interpreter's exit, where nobody calls this, wait 5 s in all.
-        Raises EnvError if an ``env.close()`` raised, after everything is closed. Dead workers are no error.
+        A worker in a step, a reset or a call has 5 s to begin. Garbage collection and the interpreter's exit, where
+        nobody calls this, wait 5 s in all. Raises EnvError if an ``env.close()`` raised, after everything is closed.
         """
         self.close_within(self._backend.close_limits.of_call(checks.timeout_of(timeout), terminate=terminate))
 
     def close_within(self, limits: CloseLimits) -> None:
-        """Closes as `close` does, within the limits of a front end that has others."""
+        """Closes as `close` does, within `limits`, of a front end that has others."""
         if self._raise_closed is not None:
             self._caller.raise_when_closed(self._raise_closed)
         self._caller.closed = True
@@ -335,6 +328,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self._caller.require_open()
 
     def require_idle(self, doing: str) -> None:
+        """Raises PendingError while an answer is pending, and ClosedError. `doing` names what is to begin."""
         self.require_open()
         if self._caller.calling:
             raise PendingError(f"{doing}: a call is pending; take it with call_wait()", "call")
@@ -346,7 +340,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def drop_pending(self, timeout: float | None = None) -> None:
-        """Waits for every answer that envs still owe, and drops it, as users cannot take it. Raises WaitTimeout."""
+        """Drops every answer that envs still owe, once it is there. Raises WaitTimeout after `timeout` seconds."""
         ends = math.inf if timeout is None else time.monotonic() + timeout
         try:
             self._drops_pending = True
@@ -469,6 +463,13 @@ class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, an
 
     `step` and `reset` are Gymnasium's. `send` and `recv` step some envs while others are still busy. Observations are
     the caller's own (`copy` is True), or views of the slab that stay valid until that env's next send.
+
+    >>> import muster
+    >>> with muster.make_vec("CartPole-v1", num_envs=4) as envs:
+    ...     obs, infos = envs.reset(seed=0)
+    ...     envs.send([0, 1], env_ids=[1, 3])
+    ...     envs.recv(min_envs=2).env_ids
+    array([1, 3])
     """
 
     _batch = Batch
@@ -484,8 +485,7 @@ class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, an
     def sample_actions(self) -> Any:
         """Random actions ``[N, ...]`` that the envs allow, of `action_space`, whose ``seed`` seeds them.
 
-        Of n choices an env allows what an array ``"action_mask"`` ``[n]`` in its last observation or infos says; all of
-        them without one, where that is all False, and while the env owes an answer.
+        They are choices of the ``"action_mask"`` ``[n]`` in an env's last observation or infos, where it has any True.
         """
         return sample_actions(self, self._backend, self.info_reader.columns)
 

@@ -64,10 +64,16 @@ class _Dispatching(type(TheirCollector)):  # type: ignore[misc]  # TorchRL has n
 class Collector(TheirCollector, metaclass=_Dispatching):  # type: ignore[misc]  # TorchRL has no type information here
     """TorchRL's `Collector`, which takes policies that cannot be copied, for each ``policy_device``.
 
-    Where TorchRL copies the policy to another device, that device gets a twin: see `muster.nn.shared_copies`.
+    Where TorchRL copies the policy to another device, that device gets a twin: see `muster.nn.shared_on_copy`.
     With ``num_collectors`` or ``backend="process"`` it makes a `MultiSyncCollector` (``sync=True``) or
-    `MultiAsyncCollector` of this module; other backends raise ConfigError. All else is TorchRL's, batches bit for bit;
-    a faster loop than TorchRL's collects them where it can, see `loop_reason`.
+    `MultiAsyncCollector` of this module; other backends raise ConfigError. All else is TorchRL's, arguments and
+    batches, bit for bit; a faster loop than TorchRL's collects them where it can, see `loop_reason`.
+
+    >>> from muster.interop.torchrl import Collector, GymEnv
+    >>> collector = Collector(GymEnv("CartPole-v1"), frames_per_batch=16, total_frames=32)
+    >>> [batch.shape for batch in collector]
+    [torch.Size([16]), torch.Size([16])]
+    >>> collector.shutdown()
     """
 
     def rollout(self) -> TensorDictBase | None:

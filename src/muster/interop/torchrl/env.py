@@ -38,6 +38,14 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
 
     ``reset(seed=, options=)`` takes Gymnasium's arguments: env i receives ``seed + i``, or the i-th seed of a list;
     every env receives the options.
+
+    >>> import muster
+    >>> from muster.interop.torchrl import as_torchrl
+    >>> name = "pettingzoo/mpe/simple_spread_v3"
+    >>> env = as_torchrl(muster.make_vec(name, num_envs=2, autoreset_mode="same_step"))
+    >>> env.rollout(5)["next", "agent", "reward"].shape
+    torch.Size([2, 5, 3, 1])
+    >>> env.close()
     """
 
     def __init__(
@@ -80,7 +88,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         self._arrived = self._current
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
-        """Resets env 0 with `seed`, each further env with TorchRL's next seed (static_seed: with the same one).
+        """Resets env 0 with `seed`, each further env with TorchRL's next seed (`static_seed`: with the same one).
 
         Returns the seed that comes after the last env's.
         """
@@ -165,7 +173,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         self.set_seed(seed)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Closes envs and workers."""
+        """Closes envs and workers. `raise_if_closed`: whether a second call raises, as TorchRL's does."""
         self.vector_env.close()
         super().close(raise_if_closed=raise_if_closed)
 
@@ -179,10 +187,20 @@ def as_torchrl(
     categorical_action_encoding: bool | None = None,
     device: torch.device | str | None = None,
 ) -> MusterEnv:
-    """`envs` as a TorchRL env of batch size ``[N]``, with agents nested by group where there are several.
+    """A vector env as a TorchRL env of batch size ``[N]``, with agents nested by group where there are several.
 
+    envs: what `muster.make_vec` returns, made with ``autoreset_mode="same_step"`` or "disabled".
     categorical_action_encoding: True for discrete actions as integers, False for one-hot vectors, None for TorchRL's
-    own default: one-hot for one agent, as its GymEnv, integers for several, as its PettingZooEnv.
-    Raises ConfigError for ``autoreset_mode="next_step"``.
+        own default: one-hot for one agent, as its GymEnv, integers for several, as its PettingZooEnv.
+    device: where the tensors lie that the env returns.
+
+    Raises ConfigError for ``autoreset_mode="next_step"``, and WrongType for what is no vector env of Muster's.
+
+    >>> import muster
+    >>> from muster.interop.torchrl import as_torchrl
+    >>> env = as_torchrl(muster.make_vec("CartPole-v1", num_envs=2, autoreset_mode="same_step"))
+    >>> env.rollout(5)["observation"].shape
+    torch.Size([2, 5, 4])
+    >>> env.close()
     """
     return MusterEnv(envs, categorical_action_encoding=categorical_action_encoding, device=device)

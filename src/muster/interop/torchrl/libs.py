@@ -34,6 +34,18 @@ class _Tasks:
 
 
 class PettingZooEnv(TorchRLsEnv):  # type: ignore[misc]  # it has no types
+    """TorchRL's `PettingZooEnv`, which finds the tasks of PettingZoo 1.26 and newer, too.
+
+    Arguments are those of TorchRL's class. A task is "multiwalker_v9", or with its family "sisl/multiwalker_v9"; those
+    of MPE come from the package mpe2 where that is installed. Raises RuntimeError for a task that is not there.
+
+    >>> from muster.interop.torchrl import PettingZooEnv
+    >>> env = PettingZooEnv("simple_spread_v3", parallel=True)
+    >>> env.rollout(5)["agent", "observation"].shape
+    torch.Size([5, 3, 18])
+    >>> env.close()
+    """
+
     available_envs = _Tasks()
 
     def _build_env(self, task: str, parallel: bool, **kwargs: Any) -> Any:
@@ -41,9 +53,6 @@ class PettingZooEnv(TorchRLsEnv):  # type: ignore[misc]  # it has no types
         module = import_env(_module_of(task))
         made = module.parallel_env(**kwargs) if parallel else module.env(**kwargs)
         return PettingZooWrapper._build_env(self, env=made)
-
-
-PettingZooEnv.__doc__ = TorchRLsEnv.__doc__
 
 
 def _module_of(task: str) -> str:

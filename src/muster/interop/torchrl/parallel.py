@@ -98,6 +98,12 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
     shared_memory, memmap, consolidate, non_blocking, daemon, policy_proof: taken as TorchRL's, and without effect.
 
     The other arguments mean what they mean in TorchRL. `vector_env` is the vector env below, for `stats` and `call`.
+
+    >>> from muster.interop.torchrl import GymEnv, ParallelEnv
+    >>> env = ParallelEnv(2, lambda: GymEnv("CartPole-v1"))
+    >>> env.rollout(5)["next", "reward"].shape
+    torch.Size([2, 5, 1])
+    >>> env.close()
     """
 
     # Of TorchRL's classes, which set them.
@@ -212,7 +218,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
         self._set_metadata(metadata[0] if self._single_task else metadata)
 
     def configure_parallel(self, **options: Any) -> ParallelEnv:
-        """Sets options before the env has started, as TorchRL's method does."""
+        """Sets `options` before the env has started, as TorchRL's method does."""
         before = self._mp_start_method, self.num_sub_threads
         super().configure_parallel(**options)
         if before != (self._mp_start_method, self.num_sub_threads):
@@ -220,7 +226,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
         return self
 
     def update_kwargs(self, kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Updates the arguments of the functions; the next start uses them."""
+        """Updates the arguments of the functions by `kwargs`; the next start uses them."""
         super().update_kwargs(kwargs)
         if self.is_closed:
             self._drop_pool()

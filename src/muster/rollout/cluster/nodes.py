@@ -20,12 +20,18 @@ class Node:
     collectors: how many it runs; None for a share of those that no other wishes for, in proportion to the nodes' CPUs.
     cpus: the CPUs that it asks for; None for one for each of its collectors.
     gpus: the GPUs; fractions share one.
-    memory_bytes: the memory.  resources: others, by the names that machines were started with.
+    memory_bytes: the memory.
+    resources: others, by the names that machines were started with.
     labels: those that the machine must have.
     policy_device: where its replicas of the policy act; None for MultiCollector's `policy_device`. "cuda" is the GPU
         that the node host was given.
 
     Raises ConfigError.
+
+    >>> import muster
+    >>> learner, actor = muster.Node(collectors=2, gpus=1), muster.Node(collectors=6)
+    >>> muster.RayCluster(nodes=[learner, actor]).nodes[0].gpus
+    1.0
     """
 
     collectors: int | None = option(None, "", least=1)
@@ -56,6 +62,11 @@ class RayCluster:
     min_nodes: with ``on_failure="restart"``, fewer that are up are an error.
 
     Raises ConfigError.
+
+    >>> import muster
+    >>> cluster = muster.RayCluster("10.0.0.1:6379", nodes=4, min_nodes=3)
+    >>> cluster.node_timeout, cluster.min_nodes
+    (15.0, 3)
     """
 
     address: str | None = option("auto", "")
