@@ -108,11 +108,3 @@ def test_the_atari_example_trains_as_the_command_does(tmp_path: Path, monkeypatc
     (run,) = (tmp_path / "runs").iterdir()
     (row,) = csv.DictReader((run / "metrics.csv").read_text().splitlines())
     assert f"policy loss {float(row['policy_loss']):.6f}" in shown
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "problems").glob("*.md")), ids=lambda page: page.stem)
-def test_python_on_the_problem_pages_compiles(page: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        compile(block, page.name, "exec")

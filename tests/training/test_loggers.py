@@ -37,10 +37,6 @@ import json
 def note(*what):
     with open("mlflow.txt", "a") as file:
         print(json.dumps(what), file=file)
-def set_experiment(experiment_name):
-    note("experiment", experiment_name)
-def start_run(run_id=None):
-    note("run", run_id)
 def log_metrics(metrics, step=None):
     note(step, {name: float(value) for name, value in metrics.items()})
 """
@@ -165,8 +161,7 @@ def test_the_function_for_mlflow_in_the_docs_logs_each_row(folder: Path):
     (folder / "mlflow.py").write_text(MLFLOW)
     done = muster("train", "CartPole-v1", *SIZE, "--total-steps", "128", "--run-dir", "run", "--log", "my_log.py:log")
     assert (done.exit_code, "raised" in done.stdout) == (0, False), done.output
-    first, second, *rows = map(json.loads, (folder / "mlflow.txt").read_text().splitlines())
-    assert (first, second) == (["experiment", "muster"], ["run", None])
+    rows = list(map(json.loads, (folder / "mlflow.txt").read_text().splitlines()))
     assert rows == [[int(row["steps"]), row] for row in csv_rows(Path("run"))]
 
 
