@@ -25,7 +25,7 @@ ARGS ?=
 SECONDS ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-marl test test-all soak fuzz sanitize lint bench wheels test-wheels test-lowest
+.PHONY: help demo demo-marl test test-all soak fuzz sanitize lint docs test-docs bench wheels wheel test-wheels test-lowest
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,11 +65,30 @@ lint: $(VENV)/.core ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs $(VENV)/.core ## Build the site into docs/_build/html
+	$(BIN)/python docs/drawing.py
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d docs/_build/doctrees docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+test-docs: $(VENV)/.docs $(VENV)/.core ## Run every program of README, docs and docstrings
+	$(BIN)/python -m pytest $(IN_PARALLEL) tests/docs $(ARGS)
+
 bench: $(VENV)/.bench $(VENV)/.core ## Measure env steps per second, and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/bench_stepping.py --write $(ARGS)
+	$(BIN)/python docs/drawing.py speed drop_ins
 
 wheels: ## Build the four wheels and the source distribution into dist/, without a compiler; WHEEL=3.12-x86_64: one
 	$(PYTHON) packaging/build_wheels.py $(WHEEL)
+
+wheel: ## Build one wheel into dist/, for the Python that runs, without a compiler
+	$(PYTHON) -m venv --clear build/wheel
+	build/wheel/bin/python -m pip install --disable-pip-version-check --quiet ziglang
+	@# Debian's Python has a part of its headers below /usr/include itself, where this compiler does not look.
+	CXXFLAGS="-idirafter /usr/include" MUSTER_ZIG="$$(build/wheel/bin/python -c 'import ziglang; print(ziglang.__path__[0])')/zig" \
+	MUSTER_WHEEL_MACHINE="$$(uname -m)" build/wheel/bin/python -m pip wheel \
+	    --disable-pip-version-check --quiet --no-deps --wheel-dir dist \
+	    --config-settings=build-dir=build/wheel/cmake --config-settings=cmake.toolchain-file=$(abspath packaging/zig.cmake) .
+	@echo "dist/: $$(ls dist)"
 
 test-lowest: build/lowest/.core ## Test with the oldest release of every package, without PyTorch
 	build/lowest/bin/python -m pytest -m "not slow" -o filterwarnings=default $(IN_PARALLEL) $(WITHOUT_TORCH) $(ARGS)
@@ -95,6 +114,10 @@ $(VENV)/.bench: $(VENV)/.packages
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
 	@# Its file of values is all that is read: what its programs need stays out.
 	$(PIP) install --constraint constraints.txt --no-deps rl_zoo3
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.packages
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[docs]'
 	touch $@
 
 build/lowest/.packages: $(VENV)/.packages packaging/lowest.py

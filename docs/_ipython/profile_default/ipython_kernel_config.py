@@ -1,0 +1,1 @@
+c.IPKernelApp.log_level = 40  # noqa: F821  errors only
