@@ -353,13 +353,14 @@ class HoldsItsAddress(Env):
 
 def test_what_cannot_be_built_again_in_its_process_gets_another() -> None:
     kwargs = {"name": f"muster-test-{os.getpid()}"}
-    with muster.make_vec(HoldsItsAddress, 2, env_kwargs=kwargs, on_failure="restart") as envs:
+    with muster.make_vec(HoldsItsAddress, 2, env_kwargs=kwargs, on_failure="restart", max_restarts=2) as envs:
         envs.reset(seed=0)
         for _ in range(2):
             _, _, _, truncated, infos = envs.step([2, 0])
             assert truncated.tolist() == [True, False]
             assert "asked for" in infos["restarted"][0]
             envs.step([0, 0])
+        assert envs.stats()["restarts"] == 2
 
 
 class Draws(Env):

@@ -8,6 +8,7 @@ import os
 import pkgutil
 import socket
 import tempfile
+import threading
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -95,7 +96,7 @@ def test_an_argument_that_names_a_thing_becomes_another_for_each_env(wanted, arg
 def test_arguments_are_those_of_the_class_of_an_id_and_of_its_spec():
     gym.register("MusterTestServed-v0", "rivals:Served", kwargs={"port": 5550})
     try:
-        recipe = make_recipes("MusterTestServed-v0", 1, {"kind": "udp"})[0]
+        recipe = make_recipes("MusterTestServed-v0", 1, {"kind": "udp", "lock": muster.lazy(threading.Lock)})[0]
     finally:
         del gym.registry["MusterTestServed-v0"]
     assert arguments_of(recipe) == {"port": 5550, "kind": "udp", "server_bytes": 0}

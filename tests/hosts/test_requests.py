@@ -30,7 +30,7 @@ from muster.transport.mail import dumps
 QUESTIONS = [Attach(Mock(), Mock(), Mock()), Call(("render", (), {})), SetAttr(("gravity", [9.8]))]
 POSTS = [
     Reset([0], ResetArguments([None], None)),
-    Restart(0, None, None, resets_now=True, rebuilds=False, again=False, attributes={"goal": 1}),
+    Restart(0, None, None, resets_now=True, rebuilds=False, elsewhere=False, attributes={"goal": 1}),
     SetAgain({0: {"goal": 1}}),
 ]
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_rebuilt_is_refused_for_whom_it_came(resident: EnvResiden
     packed = Packed(dumps(Unbuildable()))
     sent = [
         Reset([4, 5], ResetArguments([None, None], packed)),
-        Restart(5, None, packed, resets_now=True, rebuilds=False, again=False, attributes={}),
+        Restart(5, None, packed, resets_now=True, rebuilds=False, elsewhere=False, attributes={}),
         Call(packed),
         SetAttr(packed),
     ]

@@ -130,6 +130,10 @@ class Backend(ABC):
     def restart(self, restart: Restart) -> bool:
         """Makes a failed env answer again; True if the env's worker has been replaced for that."""
 
+    def has_own_worker(self, env: int) -> bool:
+        """Whether a worker has this env alone, and can be replaced for it."""
+        return False
+
     @abstractmethod
     def watch(self, waited_s: float) -> None:
         """Checks the workers during a wait. Raises WorkerDied or WorkerTimeout where waiting longer is useless."""

@@ -228,9 +228,7 @@ class ProcessBackend(PooledBackend):
 
     def restart(self, restart: Restart) -> bool:
         host = self.caller.host_of(restart.env)
-        # What an env that raised has left in its process may be in the way of the next one: a port, a library's state.
-        is_alone = host < self.num_workers and len(self.envs_of(host)) == 1
-        replaces = restart.rebuilds and (self._one_per_process or (restart.again and is_alone))
+        replaces = restart.rebuilds and (self._one_per_process or restart.elsewhere)
         with self.whole():
             if replaces:
                 reason = f"{self.nouns.env(host, restart.env)} raised"
@@ -240,6 +238,10 @@ class ProcessBackend(PooledBackend):
             rebuilds = restart.rebuilds and not replaces
             self._post(host, dataclasses.replace(restart, options=options, rebuilds=rebuilds))
         return replaces
+
+    def has_own_worker(self, env: int) -> bool:
+        host = self.caller.host_of(env)
+        return host < self.num_workers and len(self.envs_of(host)) == 1
 
     def _call(self, requests: Sequence[Call | SetAttr], calling: str, here: Callable[[EnvHost], list[Any]]) -> None:
         super()._call(requests, calling, here)

@@ -38,6 +38,7 @@ class _Restart:
     reason: str
     truncates: bool
     options: Any  # of the reset that the env owes
+    in_place: bool = False  # whether the env is built again in the process that it failed in
 
 
 class Recovery:
@@ -119,6 +120,9 @@ class Recovery:
     def _retry(self, env: int, interrupt: BaseException | None) -> BaseException | None:
         """Restarts an env that has failed; returns `interrupt`, or the KeyboardInterrupt that this env has raised."""
         died, untouched, lost = self._records["status"][env] == Status.LOST, False, None
+        restart = self._restarts.pop(env, None)  # not None where the restarted env has failed again
+        # What the env has left in its process may be in the way of the next one, such as a port or a library's state.
+        elsewhere = restart is not None and restart.in_place and self._backend.has_own_worker(env)
         if died:
             reason = self._reasons.pop(env)
         else:
@@ -128,22 +132,20 @@ class Recovery:
             untouched = interrupt is not None and failure.exception is interrupt  # not stepped at all
             if isinstance(failure.exception, KeyboardInterrupt):
                 interrupt = failure.exception
-            elif lost is None:
+            elif lost is None and not elsewhere:
                 host = self._caller.host_of(env)
                 self._count(host, f"{self._backend.nouns.env(host, env)}: {reason}{more('tasks/restarts')}")
         was_reset = self._records["command"][env] == Command.RESET
         self._caller.restore(env)
-        if not died and lost is None:
+        if not died and lost is None and not elsewhere:
             self._records["restarts"][env] += 1
-        restart = self._restarts.pop(env, None)  # not None where the restarted env has failed again
-        again = restart is not None
         if restart is None:
             ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
             restart = _Restart(reason, not (was_reset or ended), self._options if was_reset else None)
         elif lost is not None:
             restart = replace(restart, reason=f"{restart.reason}; {reason}")
         self._caller.ask_again(env)
-        self._restart(env, restart, rebuilds=not (died or untouched or lost is not None), again=again)
+        self._restart(env, restart, rebuilds=not (died or untouched or lost is not None), elsewhere=elsewhere)
         return interrupt
 
     def _tell_lost(self, env: int, lost: Mapping[str, str]) -> str:
@@ -175,17 +177,19 @@ class Recovery:
                 rewards[row], terminated[row], truncated[row] = 0.0, False, True
         return reasons
 
-    def _restart(self, env: int, restart: _Restart, *, rebuilds: bool, again: bool = False) -> None:
-        self._restarts[env] = restart
+    def _restart(self, env: int, restart: _Restart, *, rebuilds: bool, elsewhere: bool = False) -> None:
+        self._restarts[env] = replace(restart, in_place=False)
         if restart.truncates and self._mode is AutoresetMode.SAME_STEP:
             slab = self._backend.slab
             for obs, final in zip(slab.obs.arrays, slab.final_obs.arrays, strict=True):
                 final[env] = obs[env]
         resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
         seed = self._new_seed(env)
-        order = Restart(env, seed, restart.options, resets_now, rebuilds, again, self._attributes[env])
+        order = Restart(env, seed, restart.options, resets_now, rebuilds, elsewhere, self._attributes[env])
         if self._backend.restart(order):
             self._infos.forget(self._caller.host_of(env))
+        else:
+            self._restarts[env] = replace(restart, in_place=rebuilds)
 
     def _new_seed(self, env: int) -> int | None:
         seed = self._seeds[env]

@@ -16,6 +16,7 @@ from typing import Any
 from gymnasium.envs.registration import _find_spec, load_env_creator
 
 from muster.doctor.held import PORTS, Held
+from muster.lazy_values import Lazy
 from muster.recipes.gymnasium_ids import MakeGym
 from muster.recipes.recipe import Recipe
 
@@ -71,9 +72,9 @@ def arguments_of(recipe: Recipe) -> dict[str, int | str]:
     defaults: dict[str, Any] = {}
     with contextlib.suppress(TypeError, ValueError):  # builtins without a signature
         defaults = {one.name: one.default for one in inspect.signature(entry_point).parameters.values()}
-    plain = {
-        name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in {**defaults, **given}.items()
-    }
+    every: dict[str, Any] = {**defaults, **given}
+    paths = {name for name, one in every.items() if type(one) is not Lazy and isinstance(one, os.PathLike)}
+    plain = {name: os.fspath(one) if name in paths else one for name, one in every.items()}
     return {name: value for name, value in plain.items() if type(value) in (int, str)}
 
 
