@@ -148,3 +148,12 @@ def test_a_missing_module_is_named():
 def test_a_wrapper_must_be_callable(name: str):
     with pytest.raises(RecipeError, match=r"something that can be called"):
         callable_named(name)
+
+
+@pytest.mark.parametrize("call", ["make_vec", "train"])
+def test_what_is_imported_for_its_env_starts_nothing(write: Callable[..., Path], call: str):
+    if call == "train":
+        pytest.importorskip("tensordict")
+    file = write("starts.py", f'import muster\nmuster.{call}("CartPole-v1")\n')
+    with pytest.raises(RecipeError, match=rf"starts\.py calls muster\.{call} as it is imported, .* under `if __name__"):
+        env_named(f"{file}:make_env")

@@ -12,7 +12,7 @@ from typing import Any
 from muster.errors import ConfigError
 from muster.extras import imports_for
 from muster.introspection import type_name
-from muster.recipes.named import name_of
+from muster.recipes.named import name_of, refuse_while_importing
 
 with imports_for("muster.train needs", "muster-rl[train]", "torch", "tensordict", "rich", "tensorboard", "matplotlib"):
     from torch import nn
@@ -67,6 +67,7 @@ def train(
     CartPole-v1  PPO, 256 steps, seed 0, 4 envs...
     array([128., 256.])
     """
+    refuse_while_importing("muster.train")
     if config is None or isinstance(config, Mapping):
         table = dict(config or {})
     elif isinstance(config, (str, os.PathLike)):

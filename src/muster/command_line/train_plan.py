@@ -198,7 +198,8 @@ def values_in(table: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
     for key, written in table.items():
         name = {"kwargs": "env_kwargs", "wrappers": "wrapper"}.get(key, key.replace("-", "_"))
         if name not in known:
-            raise ConfigError(f"{key} is no option of the env or of a run{near(name, known)}")
+            own = "; what the env itself takes goes into env_kwargs"
+            raise ConfigError(f"{key} is no option of the env or of a run{near(name, known) or own}")
         try:
             values[name] = PARSER.value(name, written)
         except ConfigError as error:

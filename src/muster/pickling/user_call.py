@@ -48,8 +48,9 @@ class UserCall:
     def hanging(self) -> str:
         """The sentence about a worker that hangs before it has rebuilt what it receives."""
         return (
-            f"\nIt has not come further than to rebuild {self.sent()} that were sent to it; the first line of the "
-            f"stack is in the object that hangs.\nBuild that in the worker instead:\n    {self.lazily()}"
+            f"\nIt has not come further than to rebuild {self.sent()} that were sent to it, or to import what these "
+            "need; the first line of the stack shows which.\nAn object that hangs is built in the worker instead:"
+            f"\n    {self.lazily()}"
         )
 
 

@@ -16,6 +16,8 @@ from typing import Any
 from muster.errors import RecipeError
 from muster.introspection import find_in, module_name
 
+_importing: list[str] = []  # the files and modules that `Named.find` is importing
+
 
 @dataclass(frozen=True)
 class Named:
@@ -50,6 +52,7 @@ class Named:
 
     def find(self) -> Any:
         """What is named; of a name that is no identifier, an env id, the id. Raises RecipeError."""
+        _importing.append(str(self.file or self.module))
         try:
             module = self.import_module()
         except RecipeError:
@@ -58,6 +61,8 @@ class Named:
             raise RecipeError(
                 f"{self.file or self.module} cannot be imported: {type(error).__name__}: {error}{_line_of(error)}"
             ) from error
+        finally:
+            _importing.pop()
         return self.name if re.search(r"-v\d+$", self.name) else find_in(module, self.name)
 
     def import_code(self, name: str = "") -> str:
@@ -67,6 +72,15 @@ class Named:
         if self.file is None or self.file.parent == Path.cwd():
             return line
         return f"import sys\n\nsys.path.insert(0, {str(self.file.parent)!r})\n{line}"
+
+
+def refuse_while_importing(call: str) -> None:
+    """Raises RecipeError where a file or module is being imported for what it has, which must start nothing."""
+    if _importing:
+        raise RecipeError(
+            f"{_importing[-1]} calls {call} as it is imported, which is done to find the env that it has. Put that "
+            f'call under `if __name__ == "__main__":`'
+        )
 
 
 def split_name(written: str) -> tuple[str, str]:

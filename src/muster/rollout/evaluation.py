@@ -12,6 +12,7 @@ from muster.errors import UsageError
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import Episodes
 
+STEPS_PER_EPISODE = 50_000  # that a run's evaluation waits for; Atari's longest episodes have 27,000
 _STEPS = 64  # of each env, between two looks at the episodes that ended
 
 

@@ -10,12 +10,10 @@ import numpy as np
 from rich.console import Console
 
 from muster.algorithms.on_policy import OnPolicy, seed_of
-from muster.rollout.evaluation import NoEpisodeEnded, evaluate
+from muster.rollout.evaluation import STEPS_PER_EPISODE, NoEpisodeEnded, evaluate
 from muster.training.checkpoints import Evaluation
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import RunEnvs, start_run_envs
-
-STEPS_PER_EPISODE = 50_000  # that an evaluation waits for; Atari's longest episodes have 27,000
 
 
 class Evaluations:

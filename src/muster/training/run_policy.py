@@ -22,6 +22,8 @@ with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tenso
     import torch
 
     from muster.algorithms.encoder import as_observation
+    from muster.rollout.episodes import Episodes
+    from muster.rollout.evaluation import STEPS_PER_EPISODE, evaluate
     from muster.training.checkpoints import find_checkpoint, read_checkpoint
     from muster.training.run_networks import facts_in, networks_in
 
@@ -187,6 +189,15 @@ class RunPolicy:
                 checked: list[Any] = [mask if are_masks(mask, acts) else everything for mask in own_masks]
                 allowed[group] = np.stack(checked)
         return rows, allowed, alive
+
+    def evaluate(self, episodes: int = 20, *, seed: int = 0) -> Episodes:
+        """Whole episodes in the run's envs, as ``muster eval`` plays them: their ``returns`` and ``lengths``, ``[K]``.
+
+        episodes: how many; those that last too long are left out.  seed: of the envs.
+        Raises as `make_vec`, and UsageError where no episode ends.
+        """
+        with self.make_vec(min(self.plan.config.num_envs, episodes)) as envs:
+            return evaluate(envs, self, episodes=episodes, seed=seed, max_steps=episodes * STEPS_PER_EPISODE)
 
     def make_vec(self, num_envs: int = 1, **options: Any) -> RunEnvs:
         """The run's envs, with the arguments and wrappers of the run and its preset; they are the caller's to close.

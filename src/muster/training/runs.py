@@ -23,10 +23,10 @@ from muster.algorithms.ppo_config import MAPPOConfig
 from muster.envs.groups import slots_of
 from muster.errors import DISK_FULL, UsageError
 from muster.rollout.cluster.nodes import RayCluster
-from muster.rollout.evaluation import evaluate
+from muster.rollout.evaluation import STEPS_PER_EPISODE, evaluate
 from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
-from muster.training.evaluations import STEPS_PER_EPISODE, Evaluations, evaluations_of
+from muster.training.evaluations import Evaluations, evaluations_of
 from muster.training.events import charts
 from muster.training.film import film_episode
 from muster.training.loggers import Loggers, lagging, log_film

@@ -24,6 +24,7 @@ from muster.pool.environment import WorkerEnv, refuse_without_processes
 from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
+from muster.recipes.named import refuse_while_importing
 from muster.vector.assemble import STRICT, vector_env_of
 from muster.vector.batched_spaces import equal_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -137,6 +138,7 @@ def make_vec(
     >>> obs.shape, rewards
     ((4, 4), array([0., 0., 0., 0.]))
     """
+    refuse_while_importing("muster.make_vec")
     if backend == "ray":  # others' vector envs have one
         raise ConfigError(
             f"backend must be one of {', '.join(map(repr, BACKENDS))}, got 'ray', which would send each step over the "
