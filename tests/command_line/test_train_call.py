@@ -253,6 +253,10 @@ def test_several_seeds_are_several_runs(tmp_path: Path):
             "critic must be left out, as it is for envs with agents, and ",
         ),
         ({"env": Walk, "env_kwargs": {"length": object}}, "env_kwargs must be values that JSON has, "),
+        (
+            {"env": Walk, "log": [print]},
+            "log must be names, such as csv and module:function; a function itself is callback=",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_named(tmp_path: Path, options: Any, message: str):

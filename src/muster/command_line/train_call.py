@@ -90,6 +90,9 @@ def train(
         before = settled.get(place, "")
         return before if "<" in before else name_of(one)  # what no name leads to is what is handed over for it
 
+    log = table.get("log", ())
+    if any(map(callable, log if isinstance(log, (list, tuple)) else [log])):
+        raise ConfigError("log", "names, such as csv and module:function; a function itself is callback=", log)
     if around := table.pop("wrappers", table.pop("wrapper", ())):
         around = [around] if isinstance(around, str) or callable(around) else around
         table["wrapper"] = tuple(name(f"wrappers[{i}]", one) for i, one in enumerate(around))
