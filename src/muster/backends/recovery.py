@@ -59,6 +59,7 @@ class Recovery:
         self._reasons: dict[int, str] = {}  # of workers' deaths, by the envs that were pending then
         self._restarts: dict[int, _Restart] = {}  # by env, until the row of the restart is delivered
         self._attributes = KeptAttributes(num_envs, backend.kept)
+        self._need_processes: set[int] = set()  # envs that could not be built again in the process that they were in
         self._told_lost: set[str] = set()  # names of lost attributes that a warning has told of
         self._caller.keep_rows(backend.slab.obs.arrays)
 
@@ -121,8 +122,10 @@ class Recovery:
         """Restarts an env that has failed; returns `interrupt`, or the KeyboardInterrupt that this env has raised."""
         died, untouched, lost = self._records["status"][env] == Status.LOST, False, None
         restart = self._restarts.pop(env, None)  # not None where the restarted env has failed again
-        # What the env has left in its process may be in the way of the next one, such as a port or a library's state.
-        elsewhere = restart is not None and restart.in_place and self._backend.has_own_worker(env)
+        # What the env has left in its process is in the way of the next one, such as a port or a library's state.
+        in_vain = restart is not None and restart.in_place and self._backend.has_own_worker(env)
+        if in_vain:
+            self._need_processes.add(env)
         if died:
             reason = self._reasons.pop(env)
         else:
@@ -132,12 +135,12 @@ class Recovery:
             untouched = interrupt is not None and failure.exception is interrupt  # not stepped at all
             if isinstance(failure.exception, KeyboardInterrupt):
                 interrupt = failure.exception
-            elif lost is None and not elsewhere:
+            elif lost is None:
                 host = self._caller.host_of(env)
                 self._count(host, f"{self._backend.nouns.env(host, env)}: {reason}{more('tasks/restarts')}")
         was_reset = self._records["command"][env] == Command.RESET
         self._caller.restore(env)
-        if not died and lost is None and not elsewhere:
+        if not died and lost is None and not in_vain:
             self._records["restarts"][env] += 1
         if restart is None:
             ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
@@ -145,7 +148,7 @@ class Recovery:
         elif lost is not None:
             restart = replace(restart, reason=f"{restart.reason}; {reason}")
         self._caller.ask_again(env)
-        self._restart(env, restart, rebuilds=not (died or untouched or lost is not None), elsewhere=elsewhere)
+        self._restart(env, restart, rebuilds=not (died or untouched or lost is not None))
         return interrupt
 
     def _tell_lost(self, env: int, lost: Mapping[str, str]) -> str:
@@ -177,7 +180,7 @@ class Recovery:
                 rewards[row], terminated[row], truncated[row] = 0.0, False, True
         return reasons
 
-    def _restart(self, env: int, restart: _Restart, *, rebuilds: bool, elsewhere: bool = False) -> None:
+    def _restart(self, env: int, restart: _Restart, *, rebuilds: bool) -> None:
         self._restarts[env] = replace(restart, in_place=False)
         if restart.truncates and self._mode is AutoresetMode.SAME_STEP:
             slab = self._backend.slab
@@ -185,6 +188,7 @@ class Recovery:
                 final[env] = obs[env]
         resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
         seed = self._new_seed(env)
+        elsewhere = env in self._need_processes
         order = Restart(env, seed, restart.options, resets_now, rebuilds, elsewhere, self._attributes[env])
         if self._backend.restart(order):
             self._infos.forget(self._caller.host_of(env))

@@ -368,7 +368,8 @@ class EnvHost:
 
 
 def _about(error: BaseException) -> str:
-    if getattr(error, "errno", None) == errno.EADDRINUSE:  # ZeroMQ's error has one, too
+    number = error.errno if isinstance(error, OSError) else vars(error).get("errno")  # ZeroMQ's error has one, too
+    if type(number) is int and number == errno.EADDRINUSE:
         own = "Give each env its own by muster.lazy and muster.get_worker_info().env_index."
         return f"Another env, or another program, listens there. {own}{more('problems/ports-and-devices')}"
     return more("tasks/restarts").strip() if isinstance(error, SystemExit) else ""

@@ -136,7 +136,7 @@ class Restart(Message):
     resets_now: the answer is a reset; else the env answers without one and the caller fills in the row.
     seed: for the env's first reset.  options: for the reset that is the answer.
     attributes: to be set on the env that is built again, by name.
-    elsewhere: it is built again in another process, since it has failed again where it was built again.
+    elsewhere: it is built again in another process, since it has once failed again where it was built again.
     """
 
     env: int

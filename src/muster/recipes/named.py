@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 import traceback
 import types
 from dataclasses import dataclass
@@ -16,7 +17,15 @@ from typing import Any
 from muster.errors import RecipeError
 from muster.introspection import find_in, module_name
 
-_importing: list[str] = []  # the files and modules that `Named.find` is importing
+
+class _Importing(threading.local):
+    """The files and modules that `Named.find` is importing in a thread."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_importing = _Importing()
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Named:
 
     def find(self) -> Any:
         """What is named; of a name that is no identifier, an env id, the id. Raises RecipeError."""
-        _importing.append(str(self.file or self.module))
+        _importing.names.append(str(self.file or self.module))
         try:
             module = self.import_module()
         except RecipeError:
@@ -62,7 +71,7 @@ class Named:
                 f"{self.file or self.module} cannot be imported: {type(error).__name__}: {error}{_line_of(error)}"
             ) from error
         finally:
-            _importing.pop()
+            _importing.names.pop()
         return self.name if re.search(r"-v\d+$", self.name) else find_in(module, self.name)
 
     def import_code(self, name: str = "") -> str:
@@ -76,9 +85,9 @@ class Named:
 
 def refuse_while_importing(call: str) -> None:
     """Raises RecipeError where a file or module is being imported for what it has, which must start nothing."""
-    if _importing:
+    if _importing.names:
         raise RecipeError(
-            f"{_importing[-1]} calls {call} as it is imported, which is done to find the env that it has. Put that "
+            f"{_importing.names[-1]} calls {call} as it is imported, which is done to find what it names. Put that "
             f'call under `if __name__ == "__main__":`'
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from muster.arguments import whole
 from muster.errors import SpecMismatch, printable
 from muster.extras import imports_for
 from muster.spaces.masks import MASK, are_masks, usable
@@ -194,8 +195,9 @@ class RunPolicy:
         """Whole episodes in the run's envs, as ``muster eval`` plays them: their ``returns`` and ``lengths``, ``[K]``.
 
         episodes: how many; those that last too long are left out.  seed: of the envs.
-        Raises as `make_vec`, and UsageError where no episode ends.
+        Raises as `make_vec`, ConfigError, and UsageError where no episode ends.
         """
+        episodes = whole("episodes", episodes, 1)
         with self.make_vec(min(self.plan.config.num_envs, episodes)) as envs:
             return evaluate(envs, self, episodes=episodes, seed=seed, max_steps=episodes * STEPS_PER_EPISODE)
 
@@ -251,9 +253,9 @@ def _rows(obs: Any, space: spaces.Space[Any], *agents: int) -> tuple[Any, bool]:
     shape, dtype = (*agents, *(space.shape or ())), np.dtype(space.dtype)
     if isinstance(obs, Mapping):
         raise SpecMismatch(
-            f"policy: expected arrays {list(shape)} of {dtype}, got a {type(obs).__name__}: the run's envs are wrapped."
-            " policy.make_vec(num_envs) makes such envs; or wrap yours as well, most often in "
-            "gymnasium.wrappers.FlattenObservation"
+            f"policy: expected arrays {list(shape)} of {dtype}, got a {type(obs).__name__}. Where the run's envs "
+            "are wrapped, as its preset may do, policy.make_vec(num_envs) makes such envs; or wrap yours as well, most "
+            "often in gymnasium.wrappers.FlattenObservation"
         )
     try:
         given = obs.detach().cpu().numpy() if isinstance(obs, torch.Tensor) else np.asarray(obs)
