@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import muster
+from muster.arguments import option_of
 from muster.command_line.command_options import BenchOptions, DoctorOptions, EvalOptions, PlotOptions
 from muster.command_line.mistakes import REPORTED, SIGNALLED, prepare_streams, report, say_error
-from muster.command_line.parser import HELP, HelpShown, Parser, near, option_of, paragraphs
-from muster.errors import ConfigError, UsageError
+from muster.command_line.parser import HELP, HelpShown, Parser, near, paragraphs
+from muster.errors import ConfigError, UsageError, printable_lines
 from muster.extras import imports_for, require
 from muster.pool.worker_process import ignore_user_signals
 from muster.recipes.named import find_here
@@ -136,22 +137,21 @@ def plot(words: Sequence[str]) -> int:
     if not options.runs:
         raise ConfigError("name the folder of a RUN, or several, as muster train has made them")
     for label, count in compare_runs(options.runs, options.output).items():
-        print(f"{count} run{'s' * (count > 1)}  {label}")
-    print(f"picture: {options.output}")
+        print(printable_lines(f"{count} run{'s' * (count > 1)}  {label}"))
+    print(printable_lines(f"picture: {options.output}"))
     return 0
 
 
 def doctor(words: Sequence[str]) -> int:
     """try an env out, or this machine, and say what to write"""
-    from rich.console import Console
-
     from muster.command_line.doctoring import diagnose_for
     from muster.doctor.diagnosis import Diagnosis
     from muster.doctor.machine import MachineReport, examine
+    from muster.doctor.plain_console import PlainConsole
     from muster.doctor.show import show, show_machine
     from muster.doctor.targets import prints_to_stderr
 
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     report: MachineReport | Diagnosis
     find_here()
     provided = Parser("muster doctor", (DoctorOptions,)).read(words)
@@ -175,15 +175,14 @@ def doctor(words: Sequence[str]) -> int:
 
 def bench(words: Sequence[str]) -> int:
     """measure the ways to run an env"""
-    from rich.console import Console
-
     from muster.doctor.measure import measure
+    from muster.doctor.plain_console import PlainConsole
     from muster.doctor.show import show_speeds
     from muster.doctor.targets import prints_to_stderr
     from muster.recipes.named import callable_named, env_named
 
     find_here()
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     options = BenchOptions(**Parser("muster bench", (BenchOptions,)).read(words))
     if options.env is None:
         raise ConfigError("name an ENV to measure, such as CartPole-v1")

@@ -3,6 +3,7 @@
     MusterError
     ├── RecipeError (ValueError)        the arguments do not describe an env
     ├── ConfigError (ValueError)        an option's value makes no sense
+    │   └── RunConfigError (UsageError)   the config.json of a run folder holds what no run has
     ├── WrongType (TypeError)           an argument is of the wrong kind
     │   └── NotBuilt (AttributeError)   a muster.lazy was used before it was built
     ├── ActionError (ValueError)        actions that do not fit; nothing was sent
@@ -280,6 +281,10 @@ class ConfigError(MusterError, ValueError):
         return f"{option} must be {self.expected}, got {self.got!r}" if self.expected else self.option
 
 
+class RunConfigError(ConfigError, UsageError):
+    """The config.json of a run folder holds what no run of this version of Muster has."""
+
+
 class WrongType(MusterError, TypeError):
     """An argument has a type that cannot be used here."""
 
@@ -329,6 +334,11 @@ def more(page: str) -> str:
 def printable(text: str) -> str:
     """The text with escapes in place of control characters: a stranger's text may not move a terminal's cursor."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def printable_lines(text: str) -> str:
+    """The text as `printable`, but with its lines and tabs."""
+    return "".join(char if char in "\n\t" else printable(char) for char in text)
 
 
 def how_ended(exit_code: int | None) -> str:

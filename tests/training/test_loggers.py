@@ -74,7 +74,7 @@ def records(file: Path) -> Iterator[Any]:
 
 def wandb_records(run: Path) -> list[Any]:
     found = list[Any]()
-    for file in sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.parent.name):
+    for file in sorted(run.glob("wandb-*/wandb/offline-run-*/*.wandb"), key=lambda file: file.parent.name):
         # On a busy machine wandb's own process writes the last records when `finish` has returned.
         while [one.WhichOneof("record_type") for one in records(file)][-1:] != ["exit"]:
             time.sleep(0.05)
@@ -111,7 +111,8 @@ def test_wandb_and_a_function_hold_each_row_of_the_csv_once_over_a_kill(folder: 
     reached = int((folder / "rows.txt").read_text().split()[-1])
     words = ("--resume", "run", "--trust", "--total-steps", str(reached + 640))
     done = programs.run(*MUSTER, "train", *words, imports=programs.TORCH, check=True)
-    assert "wandb sync run/wandb/offline-run-" in done.stdout
+    assert re.search(r"wandb sync run/wandb-[\d-]+/wandb/offline-run-", done.stdout)
+    assert len(list(run.glob("wandb-*/wandb/cut-offline-run-*"))) == 1
     rows = csv_rows(run)
     assert [row["steps"] for row in rows] == list(range(64, int(rows[-1]["steps"]) + 1, 64))
     assert wandb_rows(run) == rows
@@ -122,8 +123,10 @@ def test_a_film_and_the_config_are_with_the_rows_under_one_id(folder: Path):
     run = folder / "run"
     result = muster("train", "CartPole-v1", *SIZE, "--total-steps", "128", "--run-dir", "run", "--log", "wandb")
     assert result.exit_code == 0, result.output
-    result = muster("eval", "run", "--episodes", "1", "--video", "film.mp4")
-    assert result.exit_code == 0, result.output
+    for trust in ((), ("--trust",)):
+        result = muster("eval", "run", "--episodes", "1", "--video", "film.mp4", *trust)
+        assert result.exit_code == 0, result.output
+        assert ("to send it to wandb" in result.stdout) is not bool(trust)
     assert [row.get("steps") for row in wandb_rows(run)] == [64, 128, None]
     held = [one.run for one in wandb_records(run) if one.WhichOneof("record_type") == "run"]
     assert len({one.run_id for one in held}) == 1
@@ -132,7 +135,7 @@ def test_a_film_and_the_config_are_with_the_rows_under_one_id(folder: Path):
     assert {name: config[name] for name in ("env", "num_envs", "learning_rate")} == {
         name: kept[name] for name in ("env", "num_envs", "learning_rate")
     }
-    assert list(run.glob("wandb/offline-run-*/files/media/videos/film*.mp4"))
+    assert list(run.glob("wandb-*/wandb/offline-run-*/files/media/videos/film*.mp4"))
 
 
 def test_a_logger_that_raises_is_said_once_and_gets_its_rows_later(folder: Path):

@@ -10,8 +10,8 @@ import sys
 
 import gymnasium as gym
 
-from muster.command_line.parser import option_of
-from muster.errors import DISK_FULL, ConfigError, EnvError, MusterError, RecipeError, printable
+from muster.arguments import option_of
+from muster.errors import DISK_FULL, ConfigError, EnvError, MusterError, RecipeError, printable_lines
 from muster.pool.launcher import fill_standard_fds
 
 FAILED, MISUSED, SIGNALLED = 1, 2, 128  # the last one less the signal's number
@@ -60,9 +60,8 @@ def prepare_streams() -> None:
 
 def say_error(text: str) -> None:
     """Prints the text on stderr, if anything can be printed there; control characters but tabs as escapes."""
-    plain = "".join(char if char in "\n\t" else printable(char) for char in text)
     try:
-        print(plain, file=sys.stderr, flush=True)
+        print(printable_lines(text), file=sys.stderr, flush=True)
     except OSError:
         _drop(2)
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_origin
 
-from muster.arguments import checked_option, fields_of
+from muster.arguments import checked_option, fields_of, option_of
 from muster.command_line.values import metavar_of, read_value, write_value
-from muster.errors import ConfigError
+from muster.errors import ConfigError, printable_lines
 
 HELP = ("-h", "--help")
 
@@ -61,7 +61,7 @@ class Parser:
 
     def show_help(self, values: Mapping[str, Any] | None = None, beginning: str = "") -> NoReturn:
         """Prints the help. values: to show in the place of the defaults.  beginning: a paragraph before the options."""
-        print(self._argparse(values or {}, beginning).format_help(), end="", flush=True)
+        print(printable_lines(self._argparse(values or {}, beginning).format_help()), end="", flush=True)
         raise HelpShown()
 
     def _owners(self) -> dict[str, type]:
@@ -101,11 +101,6 @@ class Parser:
                 names = [name] if facts["positional"] else [option_of(name), *filter(None, [facts["alias"]])]
                 group.add_argument(*names, **_how(name, of, facts, value, switch))
         return parser
-
-
-def option_of(name: str) -> str:
-    """The option of a field's name."""
-    return name.upper() if name in ("env", "run", "runs") else f"--{name.replace('_', '-')}"
 
 
 def near(name: str, names: Iterable[str]) -> str:

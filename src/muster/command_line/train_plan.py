@@ -46,7 +46,7 @@ OWN_VALUES = "The values below are the algorithms' own; `muster train ENV --help
 class TrainingOrder:
     """A plan, and where to train by it. resume, may_be_done, learning_rate: as for `runs.train`.
 
-    trust: whether the user agrees to the code that the plan names: who starts a run has named it.
+    trust: whether the user agrees to all that the plan has: who starts a run has said it.
     seeds: as many runs, None for this one.
     """
 
@@ -64,7 +64,7 @@ class TrainingOrder:
         if self.seeds is not None:
             return train_seeds(plan, self.seeds, console, run_dir=self.run, callback=callback)
         going_on: dict[str, Any] = {name: getattr(self, name) for name in ("resume", "may_be_done", "learning_rate")}
-        with plan.trusting(self.run, self.trust):
+        with plan.trusting(self.run, self.trust, unused=()):
             return runs.train(plan, console, run_dir=self.run, callback=callback, **going_on)
 
 
@@ -78,10 +78,12 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
         values = _resume_or_begin(values)
     run = values.get("resume")
     if run is None or values.get("trust"):
-        find_here()
+        find_here()  # and else only where the line names code, below
     if wants_help and run is None and "env" not in values:
         PARSER.show_help(values, OWN_VALUES)
     order = order_of(values)
+    if order.plan.names_code:
+        find_here()
     if wants_help:
         plan = order.plan
         of_plan = {**dataclasses.asdict(plan.config), **plan.options, **plan.collectors, **dataclasses.asdict(plan.run)}
@@ -132,7 +134,7 @@ def _preset_of(envs: RunEnvs, name: str) -> Preset:
 def _resume_or_begin(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with --resume where --run-dir holds a run. Raises ConfigError where they do not go together.
 
-    What the folder names is run, so the line has to name all of it: what is left out is not as the run has it.
+    The line has to name all that the run has settled: what is left out is not as the run has it.
     """
     options = options_of(TrainOptions, values)
     run = options.run_dir
@@ -144,7 +146,7 @@ def _resume_or_begin(values: Mapping[str, Any]) -> dict[str, Any]:
     config = dataclasses.asdict(options_of(type(plan.config), preset_named(plan.preset).config))
     left_out = {name: value for name, value in config.items() if name not in CHANGES}
     left_out |= {"env_kwargs": {}, "wrapper": (), **dataclasses.asdict(RunOptions())}
-    values = {**left_out, **values, "resume": run, "trust": True}
+    values = {**left_out, **values, "resume": run}
     if values.get("learning_rate") == plan.config.learning_rate:
         del values["learning_rate"]  # said again, it would start at this rate again
     return values
@@ -154,7 +156,7 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
     """The plan that the run was started with, changed by what a run may change; the rest may be said again."""
     run = options.resume
     assert run is not None
-    plan = replace(plan_of(run), objects=objects)
+    plan = replace(plan_of(run), objects=objects, given=set(values))
     config = dataclasses.asdict(plan.config)
     before = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **config}
     before["num_collectors"] = plan.collectors.get("num_collectors")
@@ -165,8 +167,6 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
         raise ConfigError("seeds", "left out with resume, which goes on with a single run", options.seeds)
     if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
         raise ConfigError("run_dir", f"left out with resume: {run} goes on in its own folder", str(options.run_dir))
-    if not options.trust:
-        plan.require_trust(run, *plan.run.log_functions)
     made, collectors = makers_of({**plan.options, **plan.collectors, **values})
     besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
     changed = options_of(type(plan.config), {**config, **values})

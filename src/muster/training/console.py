@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from muster.errors import DISK_FULL, printable
+from muster.doctor.plain_console import PlainConsole
+from muster.errors import DISK_FULL
 from muster.rollout.storage import Loss
 
 RECENT_S = 10.0
@@ -46,7 +47,7 @@ class EnduringOutput:
 
 def run_console() -> Console:
     """A console on stdout for what a run says."""
-    return Console(highlight=False, file=cast(IO[str], EnduringOutput(sys.stdout)))
+    return PlainConsole(highlight=False, file=cast(IO[str], EnduringOutput(sys.stdout)))
 
 
 @contextmanager
@@ -141,7 +142,7 @@ def say_restarts(losses: Sequence[Loss], console: Console, *, begun_at: int, num
         reason = next((line.strip() for line in loss.reason.splitlines() if line.strip()), "it is not known why")
         step = begun_at + loss.time * num_envs
         said = f"env {loss.env} was restarted at step {step:,}: {reason}"
-        console.print(f"[yellow]{escape(printable(said))}[/]", soft_wrap=True)
+        console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
     if more := len(losses[SAID_AT_ONCE:]):
         restarts = f"{more} more restart{'s' * (more > 1)} of envs"
         console.print(f"[yellow]{restarts} until step {begun_at + (losses[-1].time + 1) * num_envs:,}[/]")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from muster.errors import printable
 from muster.extras import imports_for
 
 # By the column: CleanRL's name where it has one, else SB3's.
@@ -71,8 +72,9 @@ class EventWriter:
         # The first file has a START, too: only a START after another START shows TensorBoard that a run goes on.
         self._add(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
         if options:
-            plain = {name: one if isinstance(one, (bool, int, float)) else str(one) for name, one in options.items()}
-            self._add(summary=hparams_pb(plain, trial_id=run))
+            kept = (bool, int, float)
+            plain = {name: one if isinstance(one, kept) else printable(str(one)) for name, one in options.items()}
+            self._add(summary=hparams_pb(plain, trial_id=printable(run)))  # a folder's name may be no UTF-8
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Writes scalars for one step. scalars: by ``group/name``, the name of the chart; nan is left out."""

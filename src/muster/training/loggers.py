@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,6 +26,7 @@ from muster.training.run_folder import (
     GrowingFile,
     has_file,
     holder_of,
+    new_folder,
     read_columns,
     read_file,
     reading,
@@ -34,6 +36,7 @@ from muster.training.run_folder import (
 _WRITTEN = ("csv", "tensorboard")  # by the run's folder itself
 LOGGED = "logged.jsonl"  # a line for each time that a logger has come further
 _SEGMENT = "offline-run-"  # how the folders of wandb's offline records begin
+_OPEN = re.compile(rf"(wandb-[\d-]+/)?wandb/{_SEGMENT}[\w-]+")  # no other path that a file from elsewhere names
 
 
 class Loggers:
@@ -73,14 +76,15 @@ class Loggers:
         mark = self._marks.setdefault("wandb", {"steps": 0, "id": secrets.token_hex(4), "open": ""})
         # Records of a run that was killed lack what wandb had not written yet: the next ones have all of their rows.
         # They stay beside these, under a name that `wandb sync` leaves out: they may have what a callback has logged.
-        if re.fullmatch(rf"{_SEGMENT}[\w-]+", mark["open"]):  # and no other path that a file from elsewhere names
-            with suppress(FileNotFoundError), holder_of(self._run, f"wandb/{mark['open']}") as (holder, last):
+        records = mark["open"] if "/" in mark["open"] else f"wandb/{mark['open']}"  # of an older version
+        if _OPEN.fullmatch(records):
+            with suppress(FileNotFoundError, UsageError), holder_of(self._run, records) as (holder, last):
                 os.rename(last, f"cut-{last}", src_dir_fd=holder, dst_dir_fd=holder)
         run = self._wandb = wandb_run(self._run, mark["id"], config=dict(config))
-        mark["open"] = Path(run.dir).parent.name
+        mark["open"] = "/".join(Path(run.dir).parts[-4:-1])
         mark["steps"] = max(mark["steps"], run.step - 1)  # what the server has
         offline = f"wandb sync {Path(run.dir).parent}, once the run has ended"
-        where = offline if mark["open"].startswith(_SEGMENT) else run.url or "disabled"
+        where = offline if _OPEN.fullmatch(mark["open"]) else run.url or "disabled"
         self._console.print(f"[dim]wandb: {escape(str(where))}[/]", soft_wrap=True)
         return lambda row: run.log(row, step=int(row["steps"]))
 
@@ -153,17 +157,27 @@ def log_film(run: Path, film: Path) -> None:
 
 
 def wandb_run(run: Path, run_id: str, **options: Any) -> Any:
-    """The wandb run of that id, in the folder ``run``. Raises ImportError without wandb, UsageError where it fails."""
+    """The wandb run of that id, in a new folder in ``run``.
+
+    Raises ImportError without wandb, UsageError where it fails. Whoever made ``run``, or the working directory, has no
+    say in where wandb sends and writes.
+    """
     with imports_for("--log wandb needs", "muster-rl[loggers]", "wandb"):
         import wandb
-    # A run that the user has begun stays the user's.
-    settings = wandb.Settings(console="off", silent=True, reinit="create_new")
-    options |= {"project": os.environ.get("WANDB_PROJECT", "muster"), "dir": run, "id": run_id, "settings": settings}
-    options["name"] = run.resolve().name
+    folder = new_folder(run, "wandb")
+    options |= {"project": os.environ.get("WANDB_PROJECT", "muster"), "dir": folder, "id": run_id}
+    options["name"] = printable(run.resolve().name)
     try:
-        return wandb.init(**options, resume="allow")
-    except wandb.Error as error:
-        raise UsageError(f"wandb does not start: {error}. Log in, or set WANDB_MODE=offline") from None
+        # A run that the user has begun stays the user's.
+        settings = wandb.Settings(console="off", silent=True, reinit="create_new")
+        if any(os.path.lexists(run / name) for name in (".git", "HEAD")):  # git would run what that configures
+            settings.disable_git = True
+        with patch.object(wandb.Settings, "settings_workspace", os.devnull):  # that of the working directory
+            wandb.setup()
+        return wandb.init(**options, settings=settings, resume="allow")
+    except (wandb.Error, ValueError) as error:  # the latter for an id or a path that it does not take
+        why = " ".join(str(error).split())
+        raise UsageError(f"wandb does not start: {why}. Log in, or set WANDB_MODE=offline") from None
 
 
 def _read_marks(run: Path) -> dict[str, dict[str, Any]]:

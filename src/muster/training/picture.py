@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import UsageError
+from muster.errors import UsageError, printable
 from muster.extras import imports_for
 from muster.training.run_folder import METRICS, read_columns, reading, replace_file, write_named
 
@@ -46,7 +46,7 @@ class Picture:
         self.figure = ShownFigure(figsize=(9, 5), dpi=160, facecolor="white", layout=layout)
         FigureCanvasAgg(self.figure)
         axes = self.axes = self.figure.add_subplot()
-        axes.set_title(title, loc="left", color=INK, fontsize=13, weight="bold", pad=12, parse_math=False)
+        axes.set_title(printable(title), loc="left", color=INK, fontsize=13, weight="bold", pad=12, parse_math=False)
         axes.set_xlabel("env steps", color=MUTED)
         axes.set_ylabel("return", color=MUTED)
         axes.xaxis.set_major_locator(MaxNLocator(6))
@@ -60,7 +60,7 @@ class Picture:
 
     def draw(self, steps: Any, values: Any, low: Any, high: Any, *, color: str, label: str, band: str | None) -> None:
         """A curve [R] in its band, with its last value beside it. band: the band's label, None for none."""
-        axes = self.axes
+        axes, label = self.axes, printable(label)
         axes.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0, label=band)
         axes.plot(steps, values, color=color, linewidth=2.2, solid_capstyle="round", label=label)
         axes.plot(steps[-1:], values[-1:], "o", color=color, markersize=6, clip_on=False, zorder=5)
@@ -77,7 +77,9 @@ class Picture:
         handles, _ = self.axes.get_legend_handles_labels()
         if handles and not self.figure.legends:  # below the curves, wherever these go
             columns = min(len(handles), 3)
-            self.figure.legend(loc="outside lower center", ncols=columns, frameon=False, labelcolor=MUTED, fontsize=9)
+            style: dict[str, Any] = {"frameon": False, "labelcolor": MUTED, "fontsize": 9}
+            for label in self.figure.legend(loc="outside lower center", ncols=columns, **style).get_texts():
+                label.set_parse_math(False)  # a name with two $ in it is no formula
         return self.figure
 
     def save(self, path: Path, write: Callable[[Path, bytes], None] = write_named) -> None:

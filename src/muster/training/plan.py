@@ -5,24 +5,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from muster.algorithms.ppo_config import POLICIES, MAPPOConfig, PPOConfig
-from muster.arguments import check_options, fields_of, option
-from muster.errors import ConfigError, UsageError, printable
+from muster.arguments import check_options, fields_of, option, option_of
+from muster.errors import ConfigError, RunConfigError, UsageError, printable
 from muster.extras import installed_version
-from muster.recipes.known_envs import installed_alone, is_of_known_library, not_installed
+from muster.recipes.known_envs import installed_alone, not_installed
 from muster.recipes.named import callable_named, env_named, split_name
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config, require_room
+from muster.training.trust import IN_FOLDER, is_known_id, reaching
 
 CONFIGS: Mapping[str, type[PPOConfig]] = {"PPO": PPOConfig, "MAPPO": MAPPOConfig}
 """The options of each algorithm."""
-KNOWN_LOGGERS = ("csv", "tensorboard", "wandb")
+KNOWN_LOGGERS = (*IN_FOLDER, "wandb")
 SINCE_AGENTS = ("policy", "memory_size", "sequence_length", "sprite")  # options that older runs have not
 
 
@@ -57,11 +58,6 @@ class RunOptions:
             raise ConfigError("log", "a list that names each logger once", self.log)
         if unknown := [name for name in self.log if name not in KNOWN_LOGGERS and not all(split_name(name))]:
             raise ConfigError("log", f"{', '.join(KNOWN_LOGGERS)}, module:function or file.py:function", unknown[0])
-
-    @property
-    def log_functions(self) -> list[str]:
-        """The loggers that are functions of the user's."""
-        return [name for name in self.log if name not in KNOWN_LOGGERS]
 
 
 @dataclass(frozen=True)
@@ -118,6 +114,7 @@ class CollectorsOptions:
                 raise ConfigError(name, "left out without num_collectors", value)
 
 
+_PARTS = ("make_vec", "collectors", "run")  # of config.json
 _OF_BOTH = ("context", "start_timeout", "close_timeout", "on_failure", "max_restarts")
 _INSTEAD = {"step_timeout": ", which have collect_timeout", "threads_per_worker": ", which have threads_per_collector"}
 
@@ -151,6 +148,7 @@ class TrainingPlan:
     options: further ones of `make_vec`, as far as they have not its own values.  run: what the run does besides.
     collectors: `CollectorsOptions` as far as they have not the defaults; empty where workers step the envs.
     objects: what was handed over in Python in the place of names, by the keys of `names`.
+    given: the options that the user has named anew, of a run whose folder holds the others.
     """
 
     env: str
@@ -162,6 +160,7 @@ class TrainingPlan:
     run: RunOptions = RunOptions()
     collectors: Mapping[str, Any] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
+    given: Collection[str] = ()
 
     @property
     def names(self) -> dict[str, str]:
@@ -216,7 +215,7 @@ class TrainingPlan:
         names = [one.name for one in dataclasses.fields(kind) if one.name not in ("seed", "total_steps")]
         values = {name: getattr(self.config, name) for name in names}
         changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
-        around = {"env_kwargs": dict(self.env_kwargs), "wrapper": printable(",".join(self.wrappers))}
+        around = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(self.wrappers)}
         differing = {name: value for name, value in around.items() if value} | changed
         return " ".join(f"{name}={_in_words(value)}" for name, value in differing.items())
 
@@ -228,57 +227,69 @@ class TrainingPlan:
         return {**run, **made, **besides}
 
     @contextmanager
-    def trusting(self, run: Path | None, trust: bool) -> Iterator[None]:
+    def trusting(self, run: Path | None, trust: bool, **kept: Collection[str]) -> Iterator[None]:
         """Encloses what makes the envs of the run in the folder ``run``.
 
         Without trust nothing is imported from the working directory, neither here nor in workers that start meanwhile,
-        but for what was handed over.
-        Raises as `require_trust`.
+        but for what was handed over or named anew.
+        Raises as `require_trust`, which has the arguments ``kept``.
         """
         if trust or run is None:
             yield
             return
-        with nullcontext() if self.objects else installed_alone():
-            self.require_trust(run)
+        self.require_trust(run, **kept)
+        with nullcontext() if self.objects or self.names_code else installed_alone():
             yield
 
-    def require_trust(self, run: Path, *besides: str) -> None:
-        """Raises ConfigError where to make the envs is to run code that the folder ``run`` of the run names.
-
-        besides: further names of code that is to be run.
-        """
-        if code := [*self.code, *besides]:
-            raise ConfigError(
-                f"{run} names code: {printable(', '.join(code))}. To use it is to run that code. If you trust "
-                "whoever made the folder, say trust=True in Python, or --trust on a command line"
-            )
+    @property
+    def names_code(self) -> bool:
+        """Whether the user has named code anew, which may lie in the working directory."""
+        code = {"env": [self.env], "wrapper": self.wrappers, "policy": [self.config.policy], "log": self.run.log}
+        return any(":" in name for option, names in code.items() if option in self.given for name in names)
 
     @property
-    def code(self) -> list[str]:
-        """What makes envs and policies by code of its own: files, functions, and ids of modules that Muster does not
-        know, or that no installed package has. Raises UsageError where it was handed over, and no name leads to it."""
-        module, name = split_name(self.env)
-        is_module = all(map(str.isidentifier, module.split("."))) and not module.endswith(".py")
-        # A function is called, with arguments from the folder: that of a known library may do anything.
-        is_id = module == "" or (is_module and is_of_known_library(module) and not name.isidentifier())
-        places = [place for place in self.names if place not in self.objects and not (is_id and place == "env")]
-        code = [self._found(place, str) for place in places]
-        if not code and "env" not in self.objects and (package := not_installed(self.env)):
-            code = [f"{self.env}, whose {package} no installed package has"]
-        return code
+    def reaching(self) -> dict[str, Any]:
+        """What the run has that reaches out of its folder, by the names of config.json's fields."""
+        config = self.to_dict()
+        parts = {part: config.pop(part) for part in _PARTS}
+        return reaching({**config, **{f"{part}.{name}": one for part in _PARTS for name, one in parts[part].items()}})
+
+    def require_trust(self, run: Path, *, unused: Collection[str] = ("collectors", "run")) -> None:
+        """Raises ConfigError for what reaches out of the folder ``run`` of the run, but for what the user has given.
+
+        unused: the parts of config.json that nothing is done with. Raises UsageError where no name leads to what was
+        handed over.
+        """
+        found = {name: one for name, one in self.reaching.items() if name.partition(".")[0] not in unused}
+        options = {name: {"wrappers": "wrapper"}.get(name, name.rpartition(".")[2]) for name in found}
+        refused = {name: one for name, one in found.items() if options[name] not in self.given}
+        if not refused:
+            return
+        for place in self.names:
+            if place.partition("[")[0] in refused:
+                self._found(place, str)
+        if "env" in refused and is_known_id(self.env):
+            refused["env"] += f", whose {not_installed(self.env)} no installed package has"
+        texts = (", ".join(one) if isinstance(one, (list, tuple)) else str(one) for one in refused.values())
+        what = "code" if {"env", "wrappers", "policy"}.issuperset(refused) else "what lies outside of it"
+        again = ", ".join(f"{name} by {option_of(options[name])}" for name in refused)
+        raise ConfigError(
+            f"{run} names {what}: {', '.join(printable(text)[:200] for text in texts)}. To use it, name anew with "
+            f"--resume what config.json has: {again}. Or, if you trust whoever made the folder, say trust=True "
+            "in Python, or --trust on a command line"
+        )
 
 
-def _in_words(value: Any) -> Any:
+def _in_words(value: Any) -> str:
     """The value as a header has it, without brackets and quotes; control characters as escapes."""
-    if isinstance(value, Mapping):
-        return printable(",".join(f"{name}:{one}" for name, one in value.items()))
-    return value
+    is_named = isinstance(value, Mapping)
+    return printable(",".join(f"{name}:{one}" for name, one in value.items()) if is_named else str(value))
 
 
 def plan_of(path: Path) -> TrainingPlan:
     """The plan of the run in the folder ``path``; what it names is not imported.
 
-    Raises UsageError where this version of Muster cannot use it.
+    Raises UsageError where there is none, RunConfigError where this version of Muster cannot use it.
     """
     config = read_config(path)
     config = {**{name: getattr(PPOConfig, name) for name in SINCE_AGENTS}, **config}
@@ -286,20 +297,21 @@ def plan_of(path: Path) -> TrainingPlan:
     names = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
     missing = [name for name in ("env", "preset", "env_kwargs", "wrappers", "make_vec", *names) if name not in config]
     if kind is None or missing:
-        raise UsageError(
+        raise RunConfigError(
             f"{path / 'config.json'} is not that of a run of this version of Muster, by {' or '.join(CONFIGS)}"
             + (f": it lacks {', '.join(missing)}." if missing else ".")
         )
-    kinds = {"env": str, "preset": str, "env_kwargs": dict, "wrappers": list, "make_vec": dict}
-    kinds |= {"collectors": dict, "run": dict}
-    config = {"collectors": {}, "run": {}, **config}  # not there in older runs
-    unfit = [name for name, kind in kinds.items() if not isinstance(config[name], kind)]
+    kinds = {"env": str, "preset": str, "env_kwargs": dict, "wrappers": list, "algorithm": str, "with": dict}
+    kinds |= {**dict.fromkeys(_PARTS, dict), "spaces": dict}
+    config = {"collectors": {}, "run": {}, "with": {}, "spaces": {}, **config}  # not there in older runs
+    unfit = [name for name in config if not isinstance(config[name], kinds.get(name, object))]
+    unfit += [name for name in config if name not in (*kinds, *names)]
     if not unfit:
         unfit += ["wrappers"] * (not all(isinstance(wrapper, str) for wrapper in config["wrappers"]))
-        for part, known in (("make_vec", MakeVecOptions), ("collectors", CollectorsOptions)):
+        for part, known in zip(_PARTS, (MakeVecOptions, CollectorsOptions, RunOptions), strict=True):
             unfit += [f"{part}.{name}" for name in config[part] if name not in fields_of(known)]
     if unfit:
-        raise UsageError(
+        raise RunConfigError(
             f"{path / 'config.json'} is not as muster train writes it: look at {', '.join(map(repr, unfit))}."
         )
     try:
@@ -307,7 +319,7 @@ def plan_of(path: Path) -> TrainingPlan:
         run = options_of(RunOptions, config["run"])
         makers_of({**config["make_vec"], **config["collectors"]})
     except ConfigError as error:
-        raise UsageError(f"{path / 'config.json'}: {error}") from None
+        raise RunConfigError(f"{path / 'config.json'}: {error}") from None
     require_room(path / "config.json", 400 * options.num_envs)  # of the envs' recipes
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
     return TrainingPlan(config["env"], options, config["preset"], *made, run, config["collectors"])

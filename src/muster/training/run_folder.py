@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import ConfigError, MusterError, UsageError
+from muster.errors import ConfigError, MusterError, RunConfigError, UsageError
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.resources import memory_left
 from muster.training.events import EventWriter, next_events_name
@@ -215,15 +215,15 @@ def require_run(path: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config of the run in the folder ``path``. Raises UsageError where it is no dict in JSON."""
+    """The config of the run in the folder ``path``. Raises RunConfigError where it is no dict in JSON."""
     require_run(path)
     text = read_file(path, CONFIG)
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path / CONFIG} is not JSON: {error}") from None
+        raise RunConfigError(f"{path / CONFIG} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise UsageError(f"{path / CONFIG} is no run's: it holds a {type(config).__name__}, not a dict.")
+        raise RunConfigError(f"{path / CONFIG} is no run's: it holds a {type(config).__name__}, not a dict.")
     return config
 
 

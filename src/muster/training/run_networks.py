@@ -56,6 +56,15 @@ def facts_in(run: Path, config: PPOConfig) -> EnvFacts:
         raise UsageError(f"{path}: {error}") from None
 
 
+def require_sizes(run: Path, config: PPOConfig) -> None:
+    """Raises UsageError where no memory holds the networks and a rollout of a run that is to go on."""
+    least = {"kind": "Discrete", "n": 1}
+    _require_room(run / "config.json", config, least, least)  # runs of older versions say nothing of spaces
+    require_room(run / "config.json", 32 * config.batch_size)  # eight numbers a step, or more
+    if "spaces" in read_config(run):
+        facts_in(run, config)
+
+
 def networks_in(state: Mapping[str, Any], facts: EnvFacts, plan: TrainingPlan) -> Network | Networks:
     """The networks with the weights and statistics of a checkpoint; of one that was handed over, a copy."""
     config, own = plan.config, plan.network

@@ -79,10 +79,11 @@ class RunPolicy:
         self, run: Path, checkpoint: str | os.PathLike[str] | None = None, *,
         sample: bool = False, trust: bool = False, objects: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        plan, (folder, file) = replace(plan_of(run), objects=objects or {}), find_checkpoint(run, checkpoint)
+        own = objects or {}
+        plan, (folder, file) = replace(plan_of(run), objects=own, given=set(own)), find_checkpoint(run, checkpoint)
         state = read_checkpoint(folder, file)
         self.run, self.plan, self.sample, self.trust = run, plan, sample, trust
-        if "policy" in plan.names and "policy" not in plan.objects and not trust:
+        if "policy" in plan.names and "policy" not in own and not trust:
             plan.require_trust(run)
         facts = facts_in(run, plan.config)
         self.observation_space, self.action_space = facts.observation_space, facts.action_space
@@ -206,7 +207,8 @@ class RunPolicy:
 
         options: of `muster.make_vec`. ``env_kwargs`` and ``wrappers`` are added to the run's; ``autoreset_mode`` is
         "same_step" unless it is given.
-        Raises ConfigError where the folder names code and is not trusted, and what `make_vec` raises.
+        Raises ConfigError where the folder reaches out of itself for them, by code that it names or arguments that are
+        paths, and is not trusted; and what `make_vec` raises.
         """
         with self.plan.trusting(self.run, self.trust):
             return open_run_envs(self.plan, num_envs, **options)

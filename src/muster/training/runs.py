@@ -44,7 +44,7 @@ from muster.training.run_folder import (
     reading,
     states_in,
 )
-from muster.training.run_networks import plain_of
+from muster.training.run_networks import plain_of, require_sizes
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 
@@ -108,6 +108,8 @@ def train(
             raise UsageError(done)
         console.print(escape(done), soft_wrap=True)
         return Ended([run_dir], None)
+    if resume and run_dir is not None:
+        require_sizes(run_dir, plan.config)
     with start_algorithm(plan, console) as ppo:
         path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
         with evaluations_of(ppo, plan, console) as evaluations, RunFolder(path, resume=resume) as folder:
@@ -211,8 +213,10 @@ def film_run(
     if isinstance(frames, signal.Signals):
         return frames
     console.print(f"Filmed an episode of {frames - 1:,} steps: {escape(str(path))}", soft_wrap=True)
-    if "wandb" in policy.plan.run.log:
+    if "wandb" in policy.plan.run.log and policy.trust:
         log_film(policy.run, path)
+    elif "wandb" in policy.plan.run.log:
+        console.print("It stays here: to send it to wandb, where the folder has the run logged, say --trust.")
     return None
 
 
@@ -324,7 +328,7 @@ def _is_false(said: Any) -> bool:
 def _command_to_go_on(plan: TrainingPlan, run: Path) -> str:
     if plan.objects:  # which are handed over again
         return f"muster.train(..., resume={str(run)!r})"
-    trust = " --trust" if plan.code or plan.run.log_functions else ""  # nobody is asked off a terminal
+    trust = " --trust" if plan.reaching else ""  # nobody is asked off a terminal
     return f"muster train --resume {as_word(run)}{trust}"
 
 
