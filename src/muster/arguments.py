@@ -96,7 +96,8 @@ def option(
 ) -> T:
     """A field of a dataclass, each field of which is an option in Python, in a file and of a command.
 
-    about: its line in a command's help.  least, above, most: the bounds of a number, which is finite without `most`.
+    about: its line in a command's help.  least, above, most: the bounds of a number. Without `most` it is finite, and a
+        whole one below 2**64.
     alias: another name on a command line.  positional: a command line has its value without its name.
     repeated: each of several values has the name before it.
     """
@@ -191,7 +192,7 @@ def _is_of(kind: Any, value: Any, bounds: Mapping[str, Any]) -> bool:
     return type(value) is kind and (
         (least is None or value >= least)
         and (above is None or value > above)
-        and (-math.inf < value < math.inf if most is None else value <= most)
+        and (abs(value) < (2**64 if kind is int else math.inf) if most is None else value <= most)
     )
 
 

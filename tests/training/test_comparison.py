@@ -45,7 +45,7 @@ def test_runs_of_different_lengths_are_drawn_as_far_as_all_have_come(tmp_path: P
                 folder.append_metrics({"steps": 1, "mean_return": float("nan"), "low_return": 0.0, "high_return": 0.0})
             paths.append(folder.path)
     png = tmp_path / "out.png"
-    plot_comparison({"three $": paths[:3], "a_1": paths[:1], "none": paths[3:]}, png, title="Env_1")
+    plot_comparison({"three $\\frac$ \x1b": paths[:3], "a_1": paths[:1], "none": paths[3:]}, png, title="Env_1")
     height, width, _ = matplotlib.image.imread(png).shape
     assert width > height > 600
     plot_comparison({"none": paths[3:]}, png, title="Env_1")

@@ -164,6 +164,7 @@ ODD = "\x1b]0;title\x07\x9b31m\u202eCart\r\nPole"
         {"env": f"{ODD}:make"},
         {"wrappers": [f"{ODD}:wrap"]},
         {"preset": ODD},
+        {"policy": f"{ODD}:make"},
         {"env_kwargs": {"render_mode": ODD}},
         {"env_kwargs": {ODD: 1}},
         {"make_vec": {ODD: 1}},
@@ -178,6 +179,25 @@ def test_names_are_printed_without_control_characters(run: Path, changes: dict[s
     said = [muster(*some, str(run)).output for some in (*words, ("plot", "--output", str(run / "picture.png")))]
     assert not CONTROL.search("".join(said)), said
     assert "Pole" in "".join(said)
+
+
+@pytest.mark.parametrize("name", [b"\xff\xe9 run", f"{ODD}$x^$ run".encode()], ids=["no UTF-8", "control characters"])
+def test_a_folder_of_any_name_is_used_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes):
+    monkeypatch.chdir(tmp_path)
+    folder = os.fsdecode(name)
+    said = []
+    for words in (
+        ("train", "CartPole-v1", *SMALL, "--total-steps=64", "--run-dir", folder),
+        ("train", "--resume", folder, "--total-steps=96"),
+        ("eval", folder, "--episodes=1", "--max-steps=64"),
+        ("plot", folder, "--output", f"{folder}.png"),
+    ):
+        result = muster(*words)
+        assert result.exit_code == 0, result.output
+        said.append(result.output)
+    assert load_policy(folder).steps == 96
+    assert not CONTROL.search("".join(said)), said
+    "".join(said).encode()  # a terminal of UTF-8 can print it
 
 
 def test_names_in_a_checkpoint_are_printed_without_control_characters(run: Path):
@@ -361,6 +381,14 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, 
         change(run, **changes)
         with pytest.raises(UsageError, match=r"config\.json asks for more memory than there is: [\d,]+ bytes"):
             load_policy(run)
+        goes_on = muster("train", "--resume", str(run), *GO_ON)
+        assert (goes_on.exit_code, "config.json asks for more memory" in goes_on.stderr) == (1, True), goes_on.output
+        (run / "config.json").write_text(kept)
+    for changes, status in (({"num_steps": 10**12}, 1), ({"update_epochs": 10**400}, 2)):
+        kept = (run / "config.json").read_text()
+        change(run, **changes, spaces={})
+        goes_on = muster("train", "--resume", str(run), *GO_ON)
+        assert (goes_on.exit_code, goes_on.stderr.count("\n")) == (status, 1), goes_on.output
         (run / "config.json").write_text(kept)
     with (run / "best.pt").open("wb") as file:
         file.truncate(2 * memory_left()[0])

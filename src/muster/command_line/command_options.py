@@ -47,7 +47,7 @@ class TrainOptions(_NamedEnv):
         "go on with the run in --run-dir, or begin it there; the same line each time, for queues of jobs",
     )
     config: Path | None = option(None, "TOML or YAML file with the env, and with options by the names below")
-    trust: bool = option(False, "with --resume: run the code that the run's folder names for its envs")
+    trust: bool = option(False, "with --resume: use the code, paths, cluster and loggers that the run's folder names")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class EvalOptions:
         None, "stop after so many steps of all envs: some episodes never end; without it 50_000 per episode", least=1
     )
     video: Path | None = option(None, "also film one more episode, the first of that seed: a path that ends in .mp4")
-    trust: bool = option(False, "run the code that the run's folder names for its envs")
+    trust: bool = option(False, "use the code and the paths that the run's folder names for its envs, and its wandb")
 
 
 @dataclass(frozen=True)

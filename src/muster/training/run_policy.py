@@ -48,7 +48,7 @@ def load_policy(
         "best" of a run with ``--eval-every``, or a path.
     sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
     trust: lets ``policy.make_vec`` import modules, files and wrappers that the folder names, also from the working
-        directory. Loading makes no env, and executes no code of the folder; but where ``--policy`` has named a
+        directory, and hand over paths among the env's arguments. Loading makes no env, and executes no code of the folder; but where ``--policy`` has named a
         function, it takes trust, and calls that.
     policy: the network, or the function that makes one, that `muster.train` had. A copy of a network is loaded.
 
