@@ -35,8 +35,7 @@ from muster.training.run_folder import (
 
 _WRITTEN = ("csv", "tensorboard")  # by the run's folder itself
 LOGGED = "logged.jsonl"  # a line for each time that a logger has come further
-_SEGMENT = "offline-run-"  # how the folders of wandb's offline records begin
-_OPEN = re.compile(rf"(wandb-[\d-]+/)?wandb/{_SEGMENT}[\w-]+")  # no other path that a file from elsewhere names
+_OPEN = re.compile(r"wandb-[\d-]+/wandb/offline-run-[\w-]+")  # offline records; no other path that a file may name
 
 
 class Loggers:
@@ -76,9 +75,8 @@ class Loggers:
         mark = self._marks.setdefault("wandb", {"steps": 0, "id": secrets.token_hex(4), "open": ""})
         # Records of a run that was killed lack what wandb had not written yet: the next ones have all of their rows.
         # They stay beside these, under a name that `wandb sync` leaves out: they may have what a callback has logged.
-        records = mark["open"] if "/" in mark["open"] else f"wandb/{mark['open']}"  # of an older version
-        if _OPEN.fullmatch(records):
-            with suppress(FileNotFoundError, UsageError), holder_of(self._run, records) as (holder, last):
+        if _OPEN.fullmatch(mark["open"]):
+            with suppress(FileNotFoundError, UsageError), holder_of(self._run, mark["open"]) as (holder, last):
                 os.rename(last, f"cut-{last}", src_dir_fd=holder, dst_dir_fd=holder)
         run = self._wandb = wandb_run(self._run, mark["id"], config=dict(config))
         mark["open"] = "/".join(Path(run.dir).parts[-4:-1])
@@ -168,6 +166,7 @@ def wandb_run(run: Path, run_id: str, **options: Any) -> Any:
     options |= {"project": os.environ.get("WANDB_PROJECT", "muster"), "dir": folder, "id": run_id}
     options["name"] = printable(run.resolve().name)
     try:
+        os.path.abspath(folder).encode()  # wandb takes no other paths than those of UTF-8
         # A run that the user has begun stays the user's.
         settings = wandb.Settings(console="off", silent=True, reinit="create_new")
         if any(os.path.lexists(run / name) for name in (".git", "HEAD")):  # git would run what that configures

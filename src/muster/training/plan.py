@@ -250,9 +250,10 @@ class TrainingPlan:
     @property
     def reaching(self) -> dict[str, Any]:
         """What the run has that reaches out of its folder, by the names of config.json's fields."""
-        config = self.to_dict()
-        parts = {part: config.pop(part) for part in _PARTS}
-        return reaching({**config, **{f"{part}.{name}": one for part in _PARTS for name, one in parts[part].items()}})
+        fields = self.to_dict()
+        for part in _PARTS:
+            fields |= {f"{part}.{name}": value for name, value in fields.pop(part).items()}
+        return reaching(fields)
 
     def require_trust(self, run: Path, *, unused: Collection[str] = ("collectors", "run")) -> None:
         """Raises ConfigError for what reaches out of the folder ``run`` of the run, but for what the user has given.

@@ -48,8 +48,8 @@ def load_policy(
         "best" of a run with ``--eval-every``, or a path.
     sample: draws actions by torch's global generator, which collectors seed, instead of taking the likeliest.
     trust: lets ``policy.make_vec`` import modules, files and wrappers that the folder names, also from the working
-        directory, and hand over paths among the env's arguments. Loading makes no env, and executes no code of the folder; but where ``--policy`` has named a
-        function, it takes trust, and calls that.
+        directory, and hand over paths among the env's arguments. Loading makes no env, and executes no code of the
+        folder; but where ``--policy`` has named a function, it takes trust, and calls that.
     policy: the network, or the function that makes one, that `muster.train` had. A copy of a network is loaded.
 
     Raises UsageError where ``run`` is no folder of a run of this version of Muster, and has no such checkpoint, and
@@ -94,7 +94,7 @@ class RunPolicy:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy acts without what its run was handed over."""
-        return {**vars(self), "plan": replace(self.plan, objects={})}
+        return {**vars(self), "plan": replace(self.plan, objects={}, given=())}
 
     @property
     def initial_state(self) -> dict[Any, torch.Tensor] | None:
