@@ -272,12 +272,13 @@ class TrainingPlan:
         if "env" in refused and is_known_id(self.env):
             refused["env"] += f", whose {not_installed(self.env)} no installed package has"
         texts = (", ".join(one) if isinstance(one, (list, tuple)) else str(one) for one in refused.values())
-        what = "code" if {"env", "wrappers", "policy"}.issuperset(refused) else "what lies outside of it"
+        is_code = {"env", "wrappers", "policy"}.issuperset(refused)
+        what, does = ("code", "run that code") if is_code else ("what lies outside of it", "reach out of the folder")
         again = ", ".join(f"{name} by {option_of(options[name])}" for name in refused)
         raise ConfigError(
-            f"{run} names {what}: {', '.join(printable(text)[:200] for text in texts)}. To use it, name anew with "
-            f"--resume what config.json has: {again}. Or, if you trust whoever made the folder, say trust=True "
-            "in Python, or --trust on a command line"
+            f"{run} names {what}: {', '.join(printable(text)[:200] for text in texts)}. To use it is to {does}. With "
+            f"--resume, name it anew: {again}. If you trust whoever made the folder, say trust=True in Python, "
+            "or --trust on a command line"
         )
 
 
