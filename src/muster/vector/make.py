@@ -101,9 +101,9 @@ def make_vec(
         that are too slow are killed, with a RuntimeWarning. Envs that the caller steps itself cannot be cut off.
     on_failure: "restart" replaces an env that raised, and a worker that died or timed out; their episodes end
         truncated, with the reason in ``infos["restarted"]``. A worker that fails while the vector env starts is started
-        again, too, up to `max_restarts` times, each with a RuntimeWarning. What `set_attr` set last is set again in the new env;
-        where that fails, the reason and a RuntimeWarning say so. Ends of pipes in `env_kwargs` then stay open, for
-        replacements, until `close`.
+        again, too, up to `max_restarts` times, each with a RuntimeWarning. What `set_attr` set last is set again in the
+        new env; where that fails, the reason and a RuntimeWarning say so. Ends of pipes in `env_kwargs` then stay open,
+        for replacements, until `close`.
     max_restarts: how often one worker may fail within a minute before its failure is an error after all.
     check_finite: raise on NaN or infinity in observations and rewards.
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker, where the environment does not say
