@@ -95,19 +95,14 @@ def _slim(value: Any) -> Any:
             setattr(slim, name, entry if isinstance(entry, str | type | FunctionType) else None)
         return slim
     if isinstance(value, dict):
-        return {name: one for name, one in value.items() if is_plain(one) and _left_after(one, _SMALL_BYTES) >= 0}
+        return {name: one for name, one in value.items() if _is_small(one)}
     return value
 
 
-def _left_after(value: Any, left: int) -> int:
-    """What is left of so many bytes beside a plain value; below 0 where it is bigger."""
-    if type(value) in (dict, list, tuple, set, frozenset):
-        for one in value.items() if type(value) is dict else value:
-            left = _left_after(one, left - 8)
-            if left < 0:
-                break
-        return left
-    return left - sys.getsizeof(value) - int(getattr(value, "nbytes", 0))
+def _is_small(value: Any) -> bool:
+    """Whether a value is plain, and small; what is big is not pickled to find out."""
+    is_big = not is_plain(value) or sys.getsizeof(value) + int(getattr(value, "nbytes", 0)) > _SMALL_BYTES
+    return not is_big and len(dumps(value)) <= _SMALL_BYTES
 
 
 def check_one_per_process(env: Any, num_envs: int, call: UserCall = MAKE_VEC) -> None:
