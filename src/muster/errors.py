@@ -344,7 +344,7 @@ def printable_lines(text: str) -> str:
 def how_ended(exit_code: int | None) -> str:
     """The exit code of a process, in words."""
     if exit_code is None:
-        return "its exit code is unknown, the launcher process was lost or the caller has reaped it"
+        return "its exit code is unknown, the launcher process was lost or stopped, or the caller has reaped it"
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:

@@ -423,6 +423,24 @@ def wait_for_the_end(pool: Any) -> None:
         time.sleep(0.005)
 
 
+class Judge:
+    """Has the others wait until the first place has reported three times: that it begins, and two parts."""
+
+    def __init__(self, hear: Callable[[Any], object]) -> None:
+        self.heard, self._hear = list[Any](), hear
+
+    def has_room(self) -> bool:
+        return False
+
+    @property
+    def others_begin(self) -> bool:
+        return len(self.heard) > 2
+
+    def look(self, reports: list[Any], workers: Sequence[int]) -> None:
+        while reports:
+            self.heard.append(self._hear(reports.pop(0)))
+
+
 class StartContract(PoolUnderTest):
     """The part of `ProcessPoolContract` that depends on how processes start; for further ways to start them."""
 
@@ -455,15 +473,12 @@ class StartContract(PoolUnderTest):
 
     def test_a_judge_hears_of_the_first_place_before_the_others_build(self, make: MakePool, tmp_path: Path) -> None:
         notes = tmp_path / "notes"
-        judged: list[Any] = []
-
-        def judge(report: Any) -> bool:
-            judged.append((report, notes.read_text().splitlines()))
-            return len(judged) == 2
-
+        notes.touch()
+        judge = Judge(lambda report: (report, notes.read_text().splitlines()))
         pool = make(Doing(Notes(notes, "builds", Reports(3))), Doing(Notes(notes, "builds")), start=False)
         pool.start(judge)
-        assert judged == [(0, ["builds 0"]), (1, ["builds 0"])]
+        assert [report for report, _ in judge.heard[:3]] == [(), 0, 1]
+        assert [built for _, built in judge.heard[1:3]] == [["builds 0"]] * 2
         assert notes.read_text().splitlines() == ["builds 0", "builds 1"]
 
     def test_it_builds_while_its_owner_does_something(self, make: MakePool, tmp_path: Path) -> None:
@@ -493,14 +508,14 @@ class ProcessPoolContract(StartContract, PoolContract):
 
     @pytest.mark.parametrize("fails", ["judge", "resident"])
     def test_where_the_first_place_is_refused_no_other_builds(self, make: MakePool, tmp_path: Path, fails: str) -> None:
-        def judge(_: object) -> bool:
+        def refuse(_: object) -> None:
             raise MemoryError("too big")
 
         notes = tmp_path / "notes"
         first = Doing(Reports(1) if fails == "judge" else residents.fail)
         pool = make(first, Doing(Notes(notes, "builds")), start=False)
         with pytest.raises(MemoryError if fails == "judge" else Reported):
-            pool.start(judge)
+            pool.start(Judge(refuse) if fails == "judge" else Judge(lambda _: None))
         assert pool.closed
         assert not notes.exists()
 

@@ -1,11 +1,16 @@
 """The facts that a worker sends about its envs, where an env holds what no other process can have."""
 
 import threading
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 import zmq
+from gymnasium.utils import RecordConstructorArgs
 
 import muster
 
@@ -36,5 +41,104 @@ def test_a_value_built_in_the_worker_that_no_spec_can_hold_is_no_reason_to_warn(
     envs = muster.make_vec(served, 2, num_workers=1, env_kwargs={"server": muster.lazy(server)})
     assert envs.reset()[1]["kind"].tolist() == [kind] * 2
     envs.close()
-    assert envs.spec is None
+    assert (envs.spec.id, envs.spec.kwargs) == (served, {})
     assert capfd.readouterr().err == ""
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    yield
+    gym.registry.pop("Market-v0", None)
+
+
+class Costly:
+    """Notes each copy of itself in a file."""
+
+    def __init__(self, notes: str):
+        self.notes = Path(notes)
+
+    def __deepcopy__(self, memo):
+        with self.notes.open("a") as file:
+            file.write("copied\n")
+        return self
+
+
+class Market(gym.Env):
+    observation_space, action_space = Served.observation_space, Served.action_space
+
+    def __init__(self, table, fee=0.1):
+        self.table = table
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+
+class Outer(gym.Wrapper):
+    pass
+
+
+class Recorded(gym.Wrapper, RecordConstructorArgs):
+    def __init__(self, env, period, table=None):
+        RecordConstructorArgs.__init__(self, period=period, table=table, _disable_deepcopy=True)
+        super().__init__(env)
+
+
+def market(make_table, entry_point=Market):
+    table = make_table()
+    gym.register("Market-v0", entry_point, max_episode_steps=9)
+    return Outer(Recorded(Outer(gym.make("Market-v0", table=table, fee=0.2)), 3, table))
+
+
+def drop_in(module, name, make):
+    return getattr(import_module(f"muster.interop.{module}"), name)([make] * 2)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda make: muster.make_vec(make, 2),
+        lambda make: muster.make_vec(make, 2, num_workers=1, context="fork"),
+        lambda make: muster.make_vec(make, 2, backend="serial"),
+        pytest.param(lambda make: muster.make_vec(make, 2, backend="thread"), marks=pytest.mark.slow),
+        pytest.param(partial(drop_in, "gymnasium", "AsyncVectorEnv"), marks=pytest.mark.slow),
+        pytest.param(partial(drop_in, "gymnasium", "SyncVectorEnv"), marks=pytest.mark.slow),
+        pytest.param(partial(drop_in, "sb3", "SubprocVecEnv"), marks=pytest.mark.slow),
+        pytest.param(partial(drop_in, "sb3", "DummyVecEnv"), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*Overriding environment Market-v0")
+def test_nobody_copies_the_arguments_of_an_env(start, tmp_path):
+    notes = tmp_path / "notes"
+    envs = start(partial(market, partial(Costly, str(notes))))
+    envs.reset()
+    assert not notes.exists()
+    if type(envs) is muster.VectorEnv:
+        assert (envs.spec.id, envs.spec.kwargs, envs.spec.max_episode_steps) == ("Market-v0", {"fee": 0.2}, 9)
+        wrappers = [(one.name, one.kwargs) for one in envs.spec.additional_wrappers]
+        assert wrappers == [("Outer", None), ("Recorded", {"period": 3}), ("Outer", None)]
+    get = envs.call if hasattr(envs, "call") else envs.get_attr
+    assert [sorted(spec.kwargs) for spec in get("spec")] == [["fee", "table"]] * 2  # who asks has all of them
+    assert notes.exists()
+    envs.close()
+
+
+def with_table(megabytes):
+    return np.ones(megabytes << 17)
+
+
+def by_function(table, fee):
+    return Market(table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry_point", [Market, by_function, lambda table, fee: Market(table)])
+def test_a_table_costs_its_worker_what_it_costs_a_lone_env_and_the_caller_nothing(entry_point):
+    me, held = psutil.Process(), []
+    for megabytes in (1, 1, 61):
+        before = me.memory_info().rss
+        with muster.make_vec(partial(market, partial(with_table, megabytes), entry_point), 2) as envs:
+            envs.reset()
+            workers = [psutil.Process(worker["pid"]).memory_info().rss for worker in envs.stats()["workers"]]
+            held.append((max(workers), me.memory_info().rss - before))
+    assert held[2][0] - held[1][0] < 80e6
+    assert held[2][1] < 5e6

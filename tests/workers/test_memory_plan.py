@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -115,6 +122,104 @@ def test_off_means_off(tmp_path, left):
     left(0)
     kwargs = {"notes": str(tmp_path)}
     muster.make_vec(Big, 2, num_workers=2, env_kwargs=kwargs, context="fork", memory_check="off").close()
+
+
+class Together(gym.Env):
+    """Is built only once three are being built, or, with a limit, after that."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, notes: str, most_s: float = 20.0):
+        (Path(notes) / str(muster.get_worker_info().env_index)).touch()
+        until = time.monotonic() + most_s
+        while len(built(Path(notes))) < 3 or most_s < 20.0:
+            if time.monotonic() > until:
+                raise TimeoutError("the others have not begun")
+            time.sleep(0.01)
+
+    reset, step = Big.reset, Big.step
+
+
+def drop_in(module: str, name: str, fn: Callable[[], Any]) -> Any:
+    return getattr(import_module(f"muster.interop.{module}"), name)([fn] * 3)
+
+
+@pytest.mark.parametrize(
+    ("left_bytes", "make"),
+    [
+        (0, lambda fn: muster.make_vec([fn] * 3, memory_check="off")),
+        (3 * 10**9, lambda fn: muster.make_vec([fn] * 3)),
+        (2 * 10**9, lambda fn: muster.make_vec([fn] * 3)),  # after 1 s
+        *(
+            pytest.param(left, partial(drop_in, *of), marks=pytest.mark.slow)
+            for of in (("gymnasium", "AsyncVectorEnv"), ("sb3", "SubprocVecEnv"))
+            for left in (2 * 10**9, 3 * 10**9)
+        ),
+    ],
+)
+def test_envs_are_built_at_the_same_time(tmp_path: Path, left, left_bytes: int, make: Callable[[Any], Any]):
+    left(left_bytes)
+    make(partial(Together, str(tmp_path))).close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left_bytes", [10**9, 9 * 10**9])
+def test_replicas_are_built_at_the_same_time(tmp_path: Path, left, left_bytes: int):
+    left(left_bytes)
+    notes = {"notes": str(tmp_path)}
+    options = {"make_vec_options": {"env_kwargs": notes}}
+    with muster.MultiCollector(Together, num_collectors=3, num_envs=3, frames_per_batch=6, **options):
+        assert built(tmp_path) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("num_workers", [8, *slow(2)])
+@pytest.mark.parametrize("first", [100_000_000, *slow(9 * 10**9)])
+def test_what_is_left_is_looked_at_while_envs_are_built(tmp_path: Path, monkeypatch, num_workers: int, first: int):
+    counts = itertools.chain([first] * 5, itertools.repeat(first // 10 - 1))
+    monkeypatch.setattr(resources, "memory_left", lambda: (next(counts), "of a limit made up by the test"))
+    before = psutil.Process().children(recursive=True)
+    kwargs = {"notes": str(tmp_path), "most_s": 19.0}
+    with pytest.raises(NotEnoughMemory) as raised:
+        muster.make_vec(Together, 8, num_workers=num_workers, env_kwargs=kwargs, start_timeout=10)
+    said = str(raised.value)
+    assert f"8 envs in {num_workers} processes will not fit into memory" in said
+    assert re.search(r"are left \(of a limit made up by the test\). About [1-7] envs would fit", said)
+    assert 'memory_check="warn"' in said
+    assert [one for one in psutil.Process().children() if one not in before and one.name() != "muster-launcher"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("check", ["error", "warn"])
+def test_room_for_three_of_eight(monkeypatch, early: bool, check: str):
+    me = psutil.Process()
+
+    def left() -> tuple[int, str]:
+        workers = [child.pid for child in me.children(recursive=True) if child.name().startswith("muster-w")]
+        held = [resources.private_bytes(pid) or 0 for pid in workers]
+        return max(0, 500_000_000 - sum(held)), "of a limit made up by the test"
+
+    monkeypatch.setattr(resources, "memory_left", left)
+    start = partial(muster.make_vec, Slow, 8, num_workers=8, env_kwargs={"early": early}, memory_check=check)
+    sentence = "8 envs in 8 processes will not fit into memory.*About [234] envs would fit"
+    if check == "error":
+        with pytest.raises(NotEnoughMemory, match=sentence):
+            start()
+    else:
+        with pytest.warns(ResourceWarning, match=sentence) as warned, start():
+            assert len(warned) == 1
+
+
+class Slow(gym.Env):
+    """Takes 2 s; holds 140 MB from the first of them on, or from the last."""
+
+    observation_space, action_space = Big.observation_space, Big.action_space
+
+    def __init__(self, early: bool):
+        time.sleep(2.0 * (not early))
+        self.data = np.ones(140_000_000, np.uint8)
+        time.sleep(2.0 * early)
 
 
 def test_another_word_is_refused():

@@ -1,16 +1,21 @@
 """How the workers of one vector env start together."""
 
+import os
 import resource
 import runpy
 import sys
+import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import pytest
 
 import muster
 import programs
-from muster.errors import LimitReached, UsageError
+from muster.errors import EnvError, LimitReached, UsageError, WorkerDied
 from slow import slow
 
 # Its env is built only where two processes have imported the module.
@@ -175,3 +180,62 @@ with muster.make_vec(Env, 2, num_workers=1) as envs:
 def test_a_script_that_runpy_runs_may_make_envs(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_RUN)
     assert runpy.run_path(str(tmp_path / "train.py"), run_name=name)["observed"] == [1, 1]
+
+
+class Fragile(gymnasium.Env):
+    """Fails while it is built the first times; the others take so long that they have not failed yet."""
+
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, notes: str, times: int, way: str, most_s: float = 0.0):
+        i = muster.get_worker_info().env_index
+        if i == 1:
+            count = len(list(Path(notes).iterdir()))
+            (Path(notes) / str(count)).touch()
+            if count < times:
+                {"raise": self.fail, "exit": partial(os._exit, 3), "hang": partial(time.sleep, 60.0)}[way]()
+        time.sleep(most_s)
+
+    def fail(self):
+        raise ValueError("not yet")
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("raise", {}),
+        ("exit", {"num_workers": 2}),
+        *(
+            pytest.param(way, {"context": context}, marks=pytest.mark.slow)
+            for way, context in (("raise", "spawn"), ("exit", "fork"), ("hang", "forkserver"), ("hang", "fork"))
+        ),
+    ],
+)
+def test_a_worker_that_fails_at_its_start_is_started_again(way: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if way == "hang":
+        options |= {"start_timeout": 5}
+    kwargs = {"notes": str(tmp_path), "times": 2, "way": way}
+    with (
+        pytest.warns(RuntimeWarning, match=r"failed at its start, and is started again \([12] of at most 2") as warned,
+        muster.make_vec(Fragile, 3, env_kwargs=kwargs, on_failure="restart", max_restarts=2, **options) as envs,
+    ):
+        assert envs.reset(seed=0)[0].tolist() == [0, 0, 0]
+    assert len(warned) == 2
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(("restarts", "built"), [({"on_failure": "restart", "max_restarts": 1}, 2), ({}, 1)])
+@pytest.mark.parametrize(
+    ("way", "error"), [("raise", EnvError), *[pytest.param("exit", WorkerDied, marks=pytest.mark.slow)]]
+)
+@pytest.mark.filterwarnings("ignore:.*is started again:RuntimeWarning")
+def test_the_last_failure_ends_the_start_at_once(
+    way: str, error: type[Exception], restarts: dict[str, Any], built: int, tmp_path: Path
+) -> None:
+    kwargs = {"notes": str(tmp_path), "times": 9, "way": way, "most_s": 60.0}
+    with pytest.raises(error, match=r"env 1\W.*(not yet|exit code 3)"):
+        muster.make_vec(Fragile, 3, env_kwargs=kwargs, start_timeout=30, **restarts)
+    assert len(list(tmp_path.iterdir())) == built

@@ -154,7 +154,7 @@ class ProcessBackend(PooledBackend):
         )
         self._has_pool = True
         local: list[EnvFacts] = []
-        found = self.pool.start(self._judge(), lambda: local.extend(self._build_local()))
+        found = self.pool.start(self._memory_plan(), lambda: local.extend(self._build_local()))
         self.log_flag = self.pool.log_flag
         facts = [*(one for of_host in found for one in of_host), *local]
         declared = any(one.metadata.get("one_per_process") for one in facts)
@@ -168,13 +168,13 @@ class ProcessBackend(PooledBackend):
         nouns = with_hints(self.nouns, self.user_call, len(self._recipes), self.num_workers, here)
         return dataclasses.replace(nouns, dying=tuple(dying), limited=self._options.step_timeout_s is not None)
 
-    def _judge(self) -> Any:
+    def _memory_plan(self) -> MemoryPlan | None:
         count, options = len(self._recipes), self._options
-        if count == 1 or not self.num_workers:
+        if count == 1 or not self.num_workers or options.memory_check == "off":
             return None
         one_each = options.num_workers + options.caller_steps == count and not options.one_env_per_process
         fewer = min(usable_cores(), count) if one_each else None
-        return MemoryPlan(count, options.num_workers, options.memory_check, fewer).accepts
+        return MemoryPlan(count, options.num_workers, options.memory_check, fewer)
 
     def _build_local(self) -> list[EnvFacts]:
         if not self._options.caller_steps:

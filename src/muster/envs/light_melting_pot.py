@@ -16,11 +16,12 @@ from typing import Any
 
 from muster.envs.package_finder import PackageFinder
 from muster.extras import is_installed, missing, missing_explained
+from muster.pickling.interrupts import new_in_child
 
 _PACKAGE = "meltingpot"
 _SUBSTRATES = f"{_PACKAGE}.substrate"
 _INSTALL = "python -m muster.envs.install_meltingpot"
-_LOADING = threading.Lock()
+_LOADING = new_in_child(threading.Lock())
 
 
 def load_substrates() -> Any:

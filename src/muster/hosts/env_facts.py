@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 
 from muster.envs.agents import AgentsEnv
+from muster.envs.attributes import chain
 from muster.envs.layout import AgentLayout
 from muster.errors import OneEnvPerProcess, SpecMismatch
 from muster.introspection import type_name
-from muster.pickling import MAKE_VEC, UserCall, find_culprits, is_plain
+from muster.pickling import MAKE_VEC, UserCall, is_plain
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Space
 from muster.transport.mail import dumps
 
-_CULPRITS_S = 1.0
+_SMALL_BYTES, _SPEC_BYTES = 1 << 16, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,16 @@ class EnvFacts:
     agents: AgentLayout | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The facts for another process, without a spec that cannot go there: it may hold what lazy values became."""
-        try:
-            dumps(self.spec)
-        except Exception:
-            return {**vars(self), "spec": None}
-        return vars(self)
+        """The facts for another process, with that of the spec which can go there: a function may hold anything."""
+        for spec in (self.spec, _without_entry_points(self.spec)):
+            with contextlib.suppress(Exception):
+                if len(dumps(spec)) <= _SPEC_BYTES:
+                    return {**vars(self), "spec": spec}
+        return {**vars(self), "spec": None}
+
+
+def _without_entry_points(spec: Any) -> Any:
+    return replace(spec, entry_point=None, vector_entry_point=None) if isinstance(spec, EnvSpec) else None
 
 
 def facts_of(env: Any) -> EnvFacts:
@@ -59,20 +68,41 @@ def facts_of(env: Any) -> EnvFacts:
 
 
 def _spec_of(env: Any) -> Any:
-    """The env's spec; None where its arguments cannot be copied, as Gymnasium's wrappers copy them, with a warning."""
+    """The env's spec, with those arguments of it and of its wrappers that are plain and small; None where it has none.
+
+    Wrappers make their spec of a copy of the one below them: meanwhile nothing else is there to be copied.
+    """
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
-        spec = getattr(getattr(env, "unwrapped", env), "spec", None)
-        if not all(map(_is_copied_safely, (getattr(spec, "kwargs", None) or {}).values())):
-            return None
-        copy.deepcopy(spec)
-        return getattr(env, "spec", None)
-    except Exception:  # copies may raise anything, and so may a property of a user's class
+        for layer in chain(env):
+            own = vars(layer) if hasattr(layer, "__dict__") else {}
+            kept.append((own, {name: own[name] for name in ("spec", "_cached_spec", "_saved_kwargs") if name in own}))
+            own |= {name: _slim(value) if name != "_cached_spec" else None for name, value in kept[-1][1].items()}
+        return _slim(getattr(env, "spec", None))
+    except Exception:  # a property of a user's class may raise anything
         return None
+    finally:
+        for own, held in kept:
+            own |= held
 
 
-def _is_copied_safely(value: Any) -> bool:
-    """Whether a copy of `value` leaves it intact: that of a pipe's end would close the pipe, once it is dropped."""
-    return is_plain(value) or not any(one.severity == "blocks" for one in find_culprits(value, "", limit_s=_CULPRITS_S))
+def _slim(value: Any) -> Any:
+    if isinstance(value, EnvSpec):
+        slim = copy.copy(value)
+        slim.kwargs = _slim(value.kwargs)
+        for name in ("entry_point", "vector_entry_point"):  # a partial may hold arguments, too
+            entry = getattr(value, name)
+            setattr(slim, name, entry if isinstance(entry, str | type | FunctionType) else None)
+        return slim
+    if isinstance(value, dict):
+        return {name: one for name, one in value.items() if _is_small(one)}
+    return value
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value is plain, and small; what is big is not pickled to find out."""
+    is_big = not is_plain(value) or sys.getsizeof(value) + int(getattr(value, "nbytes", 0)) > _SMALL_BYTES
+    return not is_big and len(dumps(value)) <= _SMALL_BYTES
 
 
 def check_one_per_process(env: Any, num_envs: int, call: UserCall = MAKE_VEC) -> None:

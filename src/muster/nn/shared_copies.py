@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from muster.errors import UsageError, WrongType
 from muster.introspection import type_name
+from muster.pickling.interrupts import new_in_child
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,7 +35,7 @@ _HOLDERS = (*_CONTAINERS, functools.partial, types.MethodType, _WrappedHook, Rem
 # Modules that can be copied whatever they are in.
 _COPY_THEMSELVES = (TensorDictBase, torch.jit.ScriptModule)
 
-_LOCK = threading.RLock()  # held as long as modules are copied as twins
+_LOCK = new_in_child(threading.RLock())  # held as long as modules are copied as twins
 
 
 class OwnMethod:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, cast
 import cloudpickle
 
 from muster.introspection import module_name
+from muster.pickling.interrupts import new_in_child
 from muster.pickling.main_module import CACHE, MAIN_NAMES, Arriving, Definitions, is_only_here, own_first
 from muster.pickling.walk import is_found_by_name, is_importable
 
@@ -67,7 +68,7 @@ class _ByValue:
     """
 
     _users: ClassVar[collections.Counter[str]] = collections.Counter()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[Any] = new_in_child(threading.Lock())
 
     def __init__(self) -> None:
         self._noted: set[str] = set()

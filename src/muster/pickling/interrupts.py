@@ -100,4 +100,10 @@ def _give_back() -> None:
         raise
 
 
+def new_in_child(lock: Any) -> Any:
+    """The lock, which in a process that is forked meanwhile nobody holds: the thread that held it is not there."""
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)
+    return lock
+
+
 os.register_at_fork(after_in_child=Uninterrupted.in_child)

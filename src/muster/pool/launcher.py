@@ -34,7 +34,7 @@ from muster.pool.notices import say
 from muster.pool.worker_process import ignore_user_signals, kill_group, kill_left, kill_with_all
 
 HEADER = struct.Struct("<q")  # the size of a request; and the answer: a pid, or below 0 an errno
-# The most fds that a worker can receive with the request to start it, the pipe for its exit status among them.
+# The most fds that come with a request to start a worker: the request, those of the worker, the pipe for its status.
 MOST_FDS = 64
 
 
@@ -64,16 +64,11 @@ class Launcher:
             if len(header) < HEADER.size:
                 return False
             (length,) = HEADER.unpack(header)
-            body = b""
-            while len(body) < length:
-                part = self._control.recv(length - len(body))
-                if not part:
-                    return False
-                body += part
-            request = pickle.loads(body)
             try:
-                if len(fds) <= len(request["fds"]):  # the kernel drops those above this process's limit
+                request = pickle.loads(os.pread(fds[0], length, 0)) if fds else {"fds": []}
+                if len(fds) <= 1 + len(request["fds"]):  # the kernel drops those above this process's limit
                     raise OSError(errno.EMFILE, "")
+                os.close(fds.pop(0))
                 os.set_inheritable(fds[-1], False)
                 pid = self._start(request, dict(zip(request["fds"], fds, strict=False)), fds[-1])
                 pidfd = os.pidfd_open(pid)

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from muster._core import set_death_signal, set_process_name
-from muster.pickling.interrupts import Uninterrupted
+from muster.pickling.interrupts import Uninterrupted, new_in_child
 from muster.pool.environment import Surroundings, search_path
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
 from muster.pool.worker_process import close_all_own, disown, flush_streams, own, readable
+from muster.transport.big_arrays import memfd
 from muster.transport.channel import watched_s
 
 # Environment variables that native libraries read when they are loaded.
@@ -61,7 +62,7 @@ class LauncherClient:
     _running: ClassVar[dict[_Key, LauncherClient]] = {}
     _keepers = 0
     # Reentrant: garbage collection may close a dropped vector env, and so call `release`, in the middle of `acquire`.
-    _lock = threading.RLock()
+    _lock: ClassVar[Any] = new_in_child(threading.RLock())
 
     @classmethod
     def acquire(
@@ -186,8 +187,10 @@ class LauncherClient:
             if not self._in_step:  # an interrupt has left an answer, which would be taken for that to this request
                 raise LauncherLost
             self._in_step = False
-            socket.send_fds(self._control, [HEADER.pack(len(body))], fds)
-            self._control.sendall(body)
+            # The body goes as a file: a launcher that is stopped does not read, and a half of it would be in its way.
+            with open(memfd("request"), "w+b", buffering=0) as file:
+                file.write(body)
+                socket.send_fds(self._control, [HEADER.pack(len(body))], [file.fileno(), *fds])
             began = watched_s()
             while not readable([self._control.fileno()], _INTERRUPTIBLE_S):
                 Uninterrupted.let_through()  # ends what asks for the worker: only where that is the lesser evil

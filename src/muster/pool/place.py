@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import socket
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from muster.errors import CannotTravel, WorkerDied, WorkerError, WorkerName, WorkerTimeout
-from muster.introspection import type_name
+from muster.errors import CannotTravel, EnvError, MusterError, WorkerDied, WorkerError, WorkerName, WorkerTimeout
+from muster.introspection import caller_stacklevel, type_name
 from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
 from muster.pool.environment import Surroundings
 from muster.pool.inherit_in_caller import Inheritance
@@ -32,6 +34,8 @@ from muster.worker_info import WorkerInfo
 Started = tuple[int, int, int | None]
 
 WINDOW_S = 60.0
+# How long those before the one that fails first may take to fail as well: most often all do, and env 0 is named.
+_OTHERS_FAIL_S = 0.5
 
 
 @dataclass
@@ -81,7 +85,7 @@ class Place(Owing):
 
     parts: see `Plan`.  starting_until: the deadline of a worker that is still starting; None once it is ready.
     replaces: why it was started, where another was here before.  outbox: messages that wait until it is ready.
-    facts, failed: what it has said at its start.
+    facts: what it has said at its start.  failed: why the start of all fails.  tries: how many workers there were here.
     """
 
     index: int
@@ -99,7 +103,8 @@ class Place(Owing):
     ready_at: float = 0.0
     usage_at_start: Usage = field(default_factory=Usage)
     facts: Any = None
-    failed: Any = None
+    failed: BaseException | None = None
+    tries: int = 1
 
     @property
     def starts(self) -> bool:
@@ -115,6 +120,15 @@ class Place(Owing):
         """Notes that its resident is built."""
         self.facts, self.starting_until, self.ready_at = facts, None, watched_s()
         self.usage_at_start = usage_of(self.process.pid)
+
+    def is_tried_again(self, error: BaseException, most: int) -> bool:
+        """Whether another worker is to begin after `error` at the start of all, `most` times; a warning says so."""
+        never = isinstance(error, MusterError) and not isinstance(error, (EnvError, WorkerError))
+        if self.tries > most or never or not isinstance(error, Exception):
+            return False
+        said = f"{self.name} has failed at its start, and is started again ({self.tries} of at most {most} times)"
+        warnings.warn(f"{said}: {error}", RuntimeWarning, stacklevel=caller_stacklevel())
+        return True
 
     def heard(self) -> object:
         """The next message that has come as a whole. Raises TimeoutError, ChannelClosed, CannotTravel."""
@@ -175,13 +189,30 @@ class Place(Owing):
 
 @dataclass
 class Starting:
-    """What only the start of a pool needs, and that of its replacements. surroundings: by place."""
+    """What only the start of a pool needs, and that of its replacements.
+
+    surroundings: by place.  reports: of the first worker's building.  fails_at: when the start fails at the latest.
+    """
 
     orders: list[StartOrder] = field(default_factory=list)
     surroundings: Sequence[Surroundings] = ()
     launcher: LauncherOfPool | None = None
     inheritance: Inheritance | None = None
     big_arrays: BigArrays | None = None
+    reports: list[Any] = field(default_factory=list)
+    fails_at: float = math.inf
+
+    def fails(self, place: Place, error: BaseException) -> None:
+        """Notes that a place has failed for good."""
+        place.failed, self.fails_at = error, min(self.fails_at, watched_s() + _OTHERS_FAIL_S)
+
+    def raise_failed(self, places: Sequence[Place]) -> None:
+        """Raises for the first place that has failed, once those before it are ready, or have had their time."""
+        building = False
+        for place in places:
+            if place.failed is not None and (not building or watched_s() > self.fails_at):
+                raise place.failed
+            building = building or place.starts
 
     def release(self) -> None:
         """Releases all of it."""

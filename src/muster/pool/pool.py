@@ -42,7 +42,7 @@ from muster.pool.messages import (
 )
 from muster.pool.notices import StartNotice
 from muster.pool.place import Limit, Place, Plan, Started, Starting, fork, launch_named
-from muster.pool.resources import Usage
+from muster.pool.resources import MemoryPlan, Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
@@ -91,31 +91,25 @@ class Pool(BasePool[Place]):
         self._starting = Starting()
         self._started = False
         self._polled, self._poller = list[Place](), Poller()
-        self._judged: list[Any] = []
 
     # ---- starting
 
-    def start(
-        self, judge: Callable[[Any], bool] | None = None, meanwhile: Callable[[], None] | None = None
-    ) -> list[Any]:
+    def start(self, judge: MemoryPlan | None = None, meanwhile: Callable[[], None] | None = None) -> list[Any]:
         """Starts all workers; returns what their residents say of themselves. An error leaves nothing behind.
 
-        judge: called with each report of the first worker while that builds its resident; the others begin to build
-        once it returns True. It may raise.  meanwhile: called while the workers build.
-        Raises what building raised, for the first worker that failed, WorkerDied, WorkerTimeout.
+        judge: says when those after the first may build, and looks at what is left.  meanwhile: called while they do.
+        Raises what building raised, for the first worker that failed, WorkerDied, WorkerTimeout, NotEnoughMemory.
         """
         try:
-            self._launch_all(is_judged=judge is not None)
-            if judge is not None:
-                judged = self._judged
-                self._await(lambda place: any(judge(judged.pop(0)) for _ in judged[:]) or not place.starts, 1)
-                self._raise_failed(self._places[:1])
-                for place in self._places[1:]:
+            at_once = judge is None or judge.has_room()
+            self._launch_all(is_judged=judge is not None, at_once=at_once)
+            if judge is not None and not at_once:
+                self._await(lambda place: judge.others_begin or not place.starts, judge, 1)
+                for place in [one for one in self._places[1:] if not one.replaces]:
                     self._send_at_start(place, Build())
             if meanwhile is not None:
                 meanwhile()
-            self._await(lambda place: not place.starts, len(self._places))
-            self._raise_failed(self._places)
+            self._await(lambda place: not place.starts, judge)
             self._started = True
         except BaseException as error:
             self.close(AT_ONCE)
@@ -125,7 +119,7 @@ class Pool(BasePool[Place]):
             raise
         return [place.facts for place in self._places]
 
-    def _launch_all(self, *, is_judged: bool) -> None:
+    def _launch_all(self, *, is_judged: bool, at_once: bool) -> None:
         refuse_while_script_runs()
         options, starting = self._options, self._starting
         self._notice = StartNotice(self._nouns.starting)
@@ -157,7 +151,7 @@ class Pool(BasePool[Place]):
                 set_up=set_up,
                 big_arrays=starting.big_arrays.places[index],
                 is_judged=is_judged and index == 0,
-                awaits_build=is_judged and index > 0,
+                awaits_build=not at_once and index > 0,
                 place=index,
             )
             starting.orders.append(order)
@@ -213,23 +207,22 @@ class Pool(BasePool[Place]):
             except TimeoutError:
                 raise self._too_slow(place) from None
 
-    def _await(self, is_done: Callable[[Place], bool], count: int) -> None:
-        """Waits until the first `count` places are done with a part of their start, or have failed."""
-        while owed := [place for place in self._places[:count] if place.failed is None and not is_done(place)]:
-            left_s = owed[0].start_left_s()
-            heard = self._listen(min(SLICE_S, left_s))
+    def _await(self, is_done: Callable[[Place], bool], judge: MemoryPlan | None, count: int | None = None) -> None:
+        """Waits until the first `count` places, or all, are done with a part of their start; raises once one fails."""
+        while owed := [place for place in self._places[:count] if not is_done(place)]:
+            heard = self._listen(min(SLICE_S, *(place.start_left_s() for place in owed)))
+            self._starting.raise_failed(self._places)
             self._notice.check()
             self.deliver_logs()
+            if judge is not None:
+                judge.look(self._starting.reports, [place.process.pid for place in self._places])
             if heard:
                 continue
-            if left_s == 0.0:
-                raise self._too_slow(owed[0])
+            late = next((place for place in owed if place.failed is None and place.start_left_s() == 0.0), None)
+            if late is not None:
+                with self.whole():
+                    self._lose(late, self._too_slow(late))
             self._look(owed)
-
-    def _raise_failed(self, places: Sequence[Place]) -> None:
-        for place in places:
-            if place.failed is not None:
-                raise self._hooks.raised(place.index, place.failed)
 
     def _too_slow(self, place: Place) -> Exception:
         limit_s = self._options.start_timeout_s
@@ -262,7 +255,7 @@ class Pool(BasePool[Place]):
     def _listen(self, timeout_s: float) -> bool:
         if self._polled != self._places:
             self._polled, self._poller = list(self._places), Poller()
-            for place in self._polled:
+            for place in (one for one in self._polled if one.failed is None):
                 self._poller.add(place.channel.fileno(), (place, False))
                 self._poller.add(place.process.fileno(), (place, True))
         ready = self._poller.ready(timeout_s)
@@ -275,9 +268,10 @@ class Pool(BasePool[Place]):
     def _hear_all(self, places: Sequence[tuple[Place, bool]]) -> None:
         """Takes what workers have sent, each with whether it had ended before that: none is still on its way then."""
         with self.whole():
-            said = [(place, self._hear(place, has_ended)) for place, has_ended in places]
-            for place, ending in said:
-                if self._places[place.index] is place and (ending or (place.outbox and not place.starts)):
+            said = [(place, self._hear(place, has_ended)) for place, has_ended in places if place.failed is None]
+            for place, ending in said:  # the same one twice where its channel and its process have ended
+                is_here = self._places[place.index] is place and place.failed is None
+                if is_here and (ending or (place.outbox and not place.starts)):
                     self._settle(place, ending)
 
     def _hear(self, place: Place, has_ended: bool) -> _Ending | None:
@@ -318,11 +312,9 @@ class Pool(BasePool[Place]):
             case Progress(content):
                 self._reported(content)
                 if place.starts:
-                    self._judged.append(content)
+                    self._starting.reports.append(content)
             case Ready(facts):
                 place.is_ready(facts)
-            case Failed() if not self._started:
-                place.failed = message
             case Failed():
                 return message
             case _:
@@ -407,16 +399,24 @@ class Pool(BasePool[Place]):
         Only called within `whole`, which then closes the pool.
         """
         self._require_open()
-        if not self._started or not isinstance(error, Exception):
+        if self._started and not isinstance(error, Exception):
             raise error
         before = f" (while {self._nouns.worker} {place.index} was replaced, after: {place.replaces})"
-        reason = f"{error}{before if place.starts else ''}"
+        reason = f"{error}{before if place.starts and place.replaces else ''}"
         # Killed before the owner is told: a worker that only hung could still write to what they share.
         place.retire()
-        successor = self._hooks.on_lost(place.index, reason)
-        if successor is None:
+        if self._started:
+            successor = self._hooks.on_lost(place.index, reason)
+        else:
+            is_tried = place.is_tried_again(error, self._options.max_restarts)
+            successor = Successor(self.plans[place.index].content) if is_tried else None
+        if successor is not None and isinstance(error, Exception):
+            self._replace(place, (place.replaces if place.starts else "") or reason, successor, error)
+        elif self._started:
             raise error
-        self._replace(place, place.replaces if place.starts else reason, successor, error)
+        else:
+            self._starting.fails(place, error)
+            self._polled = []
 
     def _replace(self, old: Place, reason: str, successor: Successor, error: Exception) -> None:
         """Starts a successor. reason: why, also where that is lost as well.  error: for an answer that is owed."""
@@ -426,7 +426,7 @@ class Pool(BasePool[Place]):
         self._require_open()
         place = self._places[index] = self._launch(index, successor.content)
         self._require_place(place)
-        place.replaces = reason
+        place.replaces, place.tries = reason, old.tries + 1
         place.starting_until = watched_s() + self._options.start_timeout_s
         place.outbox.extend((Post, self.sealed(message)) for message in successor.messages)
         content = b"" if self._options.context == "fork" else dumps(successor.content)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
 import resource
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -303,14 +305,18 @@ def own_memory_bytes() -> int:
 
 
 MEMORY_CHECKS = ("error", "warn", "off")
+# With so much for each env all are built at once; else the first has so long alone, so that it may be measured.
+_ROOM_BYTES = 10**9
+_ALONE_S = 1.0
+_LOOK_EVERY_S = 0.1
 MAY_SHARE = "Envs that share nothing, as `muster doctor` finds out, may share processes."
 
 
 class MemoryPlan:
     """The memory that `num_envs` envs in `num_workers` workers will need.
 
-    check: one of `MEMORY_CHECKS`.  fewer_workers: so many could share the envs, if these allow it; None where the user
-    has chosen the number.
+    check: one of `MEMORY_CHECKS`, but not "off".  fewer_workers: so many could share the envs, if these allow it; None
+    where the user has chosen the number.
     """
 
     def __init__(self, num_envs: int, num_workers: int, check: str, fewer_workers: int | None) -> None:
@@ -318,6 +324,41 @@ class MemoryPlan:
         self._num_workers = num_workers
         self._check = check
         self._fewer_workers = fewer_workers
+        self._left_at_first = 0
+        self._accepted = self._warned = False
+        self._others_at = math.inf  # time.monotonic() from which on the others may be built, whatever the first needs
+        self._look_at = 0.0
+
+    def has_room(self) -> bool:
+        """Whether all may be built at once; notes what is left before that."""
+        self._left_at_first = memory_left()[0]
+        return self._left_at_first >= self._num_envs * _ROOM_BYTES
+
+    @property
+    def others_begin(self) -> bool:
+        """Whether the workers after the first may build."""
+        return self._accepted or time.monotonic() >= self._others_at
+
+    def look(self, reports: list[tuple[int, ...]], workers: Sequence[int]) -> None:
+        """Takes the reports of the first worker, and looks every 0.1 s at what is left. Called while any worker builds.
+
+        reports: see `accepts`; the empty one comes as it begins.  workers: pids. Raises or warns as `accepts` does.
+        """
+        now = time.monotonic()
+        while reports:
+            if built := reports.pop(0):
+                self._accepted = self._accepted or self.accepts(built)
+            else:
+                self._others_at = now + _ALONE_S
+        left_bytes, limit = memory_left() if now >= self._look_at else (sys.maxsize, "")
+        self._look_at = max(self._look_at, now + _LOOK_EVERY_S) if limit else self._look_at
+        if left_bytes < self._left_at_first / 10:
+            held = [_of_all(pid, private_bytes) or 0 for pid in workers]
+            most = min(self._num_envs - 1, self._left_at_first * self._num_envs // (self._num_workers * max(1, *held)))
+            self._refuse(
+                f"so far the workers hold {_size(sum(held))} ({_size(max(held))} at most in one), and "
+                f"{_size(left_bytes)} of {_size(self._left_at_first)} are left ({limit}). About {most} envs would fit."
+            )
 
     def accepts(self, built: Sequence[int]) -> bool:
         """Whether the others may be built, too, after one more env of the first worker's.
@@ -326,28 +367,35 @@ class MemoryPlan:
         is too strict, since libraries are counted: if there is a second one, that decides. Raises NotEnoughMemory, or
         warns, if the envs do not fit.
         """
-        if self._check == "off" or self._needed(self._num_envs, built) <= memory_left()[0]:
-            return True
-        if len(built) <= min(2, self._num_envs // self._num_workers):
-            return False
         left_bytes, limit = memory_left()
-        worker_bytes, env_bytes = _costs(built)
+        left_bytes = max(left_bytes, self._left_at_first - built[-1])  # as if the others had not begun
         needed, count = self._needed(self._num_envs, built), len(built) - 1
+        if needed <= left_bytes:
+            return True
+        if count < min(2, self._num_envs // self._num_workers):
+            return False
+        worker_bytes, env_bytes = _costs(built)
         most = count
         while self._needed(most + 1, built) <= left_bytes:
             most += 1
-        processes = f"{self._num_workers} process{'es' * (self._num_workers > 1)}"
         message = (
-            f"{self._num_envs} envs in {processes} will not fit into memory: beside the first {count} it "
+            f"beside the first {count} it "
             f"needs about {_size(needed)} ({_size(env_bytes)} for an env, {_size(worker_bytes)} for a worker, measured "
             f"in the first one), and {_size(left_bytes)} are left ({limit}). About {most} envs would fit."
         )
         if self._fewer_workers is not None and self._needed(self._num_envs, built, self._fewer_workers) <= left_bytes:
             message += f" {MAY_SHARE}"
+        self._refuse(message)
+        return True
+
+    def _refuse(self, why: str) -> None:
+        processes = f"{self._num_workers} process{'es' * (self._num_workers > 1)}"
+        message = f"{self._num_envs} envs in {processes} will not fit into memory: {why}"
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
-        warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
-        return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
 
     def _needed(self, num_envs: int, built: Sequence[int], num_workers: int | None = None) -> int:
         """Bytes for `num_envs` envs and their workers, without those that are built already.

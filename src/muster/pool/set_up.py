@@ -71,6 +71,7 @@ class Processes:
     preloads: modules that a launcher imports before it forks workers.  hash_seed: PYTHONHASHSEED, not under fork.
     are_apart: whether each worker leads a session, which ends with it, and nobody gets what the workers print and log.
     set_up: what each worker sets up before that, not under fork; None for that of the process that starts them.
+    max_restarts: how often another worker is tried in the place of one that fails at the start of all.
     """
 
     context: str
@@ -82,6 +83,7 @@ class Processes:
     hash_seed: int | None = None
     are_apart: bool = False
     set_up: SetUp | None = None
+    max_restarts: int = 0
 
 
 def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:

@@ -56,7 +56,8 @@ class Here:
     dumps: pickles for the owner; None where the owner is in this process.
     forked: whether the worker is a fork of its owner.
     big_arrays, fds: what travels with the plan, while `Resident.unpack` runs.
-    is_judged: whether the owner wants to hear of the resident's parts by `report`, while it is built.
+    is_judged: whether the owner wants to hear of the resident's parts by `report`, while it is built. The beginning is
+        reported already.
     activity: where the resident says what it is in.
     """
 
@@ -230,6 +231,8 @@ class Worker:
         if order.awaits_build:
             with self._activity.of(Doing.NOTHING):
                 expect(Build, self._channel.recv())
+        if order.is_judged:
+            here.report(())
         return kind(plan, here)
 
     def _set_up(self, order: StartOrder, here: Here, kind: type[Resident]) -> Any:

@@ -19,6 +19,7 @@ from muster._core import STACK_SIGNAL, WATCHDOG_NAME, kill_started, signal_threa
 # Slurm sends the one that a job asks for to every process of its step.
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _STACK_S = 0.5
+_STATUS_S = 5.0
 _TAIL_LINES = 20
 # What faulthandler writes of one thread.
 _STACK = re.compile(rb"^(?:Current t|T)hread 0x.*most recent call first\):\n((?:  .*\n)*)\n?", re.MULTILINE)
@@ -91,7 +92,7 @@ class WorkerProcess:
         own(pidfd, status_fd, tail_fd, stderr_fd)
 
     def fileno(self) -> int:
-        return self._pidfd if self._status_fd is None else self._status_fd
+        return self._pidfd
 
     def has_ended(self) -> bool:
         """Whether the worker has ended; reaps it, and kills what it left running."""
@@ -183,8 +184,8 @@ class WorkerProcess:
 
     def _reap(self) -> int | None:
         if self._status_fd is not None:
-            text = os.read(self._status_fd, 16)
-            if not text:  # the launcher has died, and the worker with it, but not what the worker had started
+            text = os.read(self._status_fd, 16) if self._has_status(self._status_fd) else b""
+            if not text:  # the launcher has died, or is stopped, and the worker is dead, but not what it had started
                 self.send_signal(signal.SIGKILL)
                 self._kill_orphans()
                 return None
@@ -196,6 +197,16 @@ class WorkerProcess:
             self._kill_orphans()
             return None
         return os.waitstatus_to_exitcode(raw)
+
+    def _has_status(self, fd: int) -> bool:
+        """Waits until the launcher reports the end of the worker, its child; not where it is stopped."""
+        deadline = time.monotonic() + _STATUS_S
+        while not readable([fd], 0.02) and time.monotonic() < deadline:
+            with contextlib.suppress(OSError, IndexError):  # reaped meanwhile
+                parent = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[1]
+                if Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                    return False
+        return bool(readable([fd], 0.0))
 
     def _kill_orphans(self) -> None:
         """Kills what the worker has left running, where not this code but somebody else reaps the worker."""

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium as gym
 
 from muster.introspection import attributes_of, closure_of, global_names, subscript
+from muster.pickling.interrupts import new_in_child
 
 _ACTION_NAMES = ("action_space", "action_spec", "action_spaces")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -113,7 +114,7 @@ class LiveEnvs:
 
     def __init__(self) -> None:
         # Reentrant: garbage collection may close a dropped vector env, and so call `discard`, in the middle of `add`.
-        self._lock = threading.RLock()
+        self._lock = new_in_child(threading.RLock())
         self._by_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def add(self, env: Any) -> bool:

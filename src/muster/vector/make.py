@@ -100,9 +100,10 @@ def make_vec(
         waits as long as that takes. After 5 s a line says which envs are still closing; Ctrl-C ends the wait. Workers
         that are too slow are killed, with a RuntimeWarning. Envs that the caller steps itself cannot be cut off.
     on_failure: "restart" replaces an env that raised, and a worker that died or timed out; their episodes end
-        truncated, with the reason in ``infos["restarted"]``. What `set_attr` set last is set again in the new env;
-        where that fails, the reason and a RuntimeWarning say so. Ends of pipes in `env_kwargs` then stay open, for
-        replacements, until `close`.
+        truncated, with the reason in ``infos["restarted"]``. A worker that fails while the vector env starts is started
+        again, too, up to `max_restarts` times, each with a RuntimeWarning. What `set_attr` set last is set again in the
+        new env; where that fails, the reason and a RuntimeWarning say so. Ends of pipes in `env_kwargs` then stay open,
+        for replacements, until `close`.
     max_restarts: how often one worker may fail within a minute before its failure is an error after all.
     check_finite: raise on NaN or infinity in observations and rewards.
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker, where the environment does not say
@@ -126,7 +127,9 @@ def make_vec(
         anyway. Where this process steps envs (serial, thread, `caller_steps`) it calls the function once, too; the
         script has run here already.
     memory_check: what to do if the envs in worker processes will not fit into the memory that the cgroup or the
-        machine has left, estimated from the first ones that were built: "error", "warn" or "off".
+        machine has left, estimated from the first ones that were built, or once less than a tenth of that is left while
+        others are built: "error", "warn" or "off". All are built at the same time where that is "off", or where 1 GB is
+        left for each; else those after the first begin once that is known to fit, or after 1 s.
 
     Raises RecipeError, CannotTravel, EnvError (an env could not be built), SpecMismatch (the envs differ), WorkerDied,
     WorkerTimeout, NotEnoughMemory, OneEnvPerProcess, ConfigError.
@@ -191,7 +194,10 @@ def make_vec(
                     max(cores - 1, 1),
                 )
         options = ProcessOptions(
-            Processes(context, start_timeout, threads_per_worker, worker_env, init),
+            Processes(
+                *(context, start_timeout, threads_per_worker, worker_env, init),
+                max_restarts=max_restarts if on_failure == "restart" else 0,
+            ),
             workers,
             step_timeout_s=step_timeout,
             close_limits=close_limits,

@@ -95,8 +95,7 @@ class CollectorPool:
         self._answers: dict[int, Any] = {}
         self._pool = _pool_of(recipes, files, self._work, context, num_threads)
         self._finalizer = weakref.finalize(self, close_abandoned, self._pool.close, files.end_free_runs)
-        judge = MemoryPlan(count, count, "warn", min(usable_cores(), count)).accepts
-        facts = self._pool.start(judge if count > 1 else None)
+        facts = self._pool.start(MemoryPlan(count, count, "warn", min(usable_cores(), count)) if count > 1 else None)
         self._pool.never_replaces()
         self._uses_buffers = [one.uses_buffers for one in facts]
         self.loop_reason: str = next((one.loop_reason for one in facts if one.loop_reason), "")

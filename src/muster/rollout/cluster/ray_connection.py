@@ -28,6 +28,7 @@ from typing import Any
 
 from muster.errors import ClosedError, ConfigError
 from muster.extras import require
+from muster.pickling.interrupts import new_in_child
 
 _PORT_S = _HEAD_S = 5.0
 _CHILD_S = 20.0
@@ -161,7 +162,7 @@ class Connection:
             time.sleep(0.05)
 
 
-_lock = threading.RLock()
+_lock = new_in_child(threading.RLock())
 _shared: Connection | None = None
 
 

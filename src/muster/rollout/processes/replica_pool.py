@@ -138,8 +138,7 @@ class ReplicaPool:
     def start(self, seeds: Sequence[int | None], frames: int = 0) -> None:
         """Starts all, and begins their first episodes. The arguments: as of `reset`. Raises SpecMismatch."""
         count = len(self._collectors)
-        judge = MemoryPlan(count, count, "error", min(usable_cores(), count)).accepts
-        self._pool.start(judge if count > 1 else None)
+        self._pool.start(MemoryPlan(count, count, "error", min(usable_cores(), count)) if count > 1 else None)
         for plan in self._plans:
             plan.big.clear()  # the pool has stored them
         if not self._fates.restarts:
