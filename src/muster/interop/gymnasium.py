@@ -53,6 +53,7 @@ from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
 from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import BatchedSpaces
+from muster.vector.overrides import Overridable, is_replaced, with_own_methods
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
@@ -96,11 +97,12 @@ class _Writer(LenientWriter):
             raise
 
 
-class _DropIn(VectorEnv):
+class _DropIn(Overridable, VectorEnv):  # type: ignore[override]  # as of VectorEnv
     """The base of both classes: the checks of spaces and arguments, and the choice of exceptions that are raised."""
 
     observation_mode: ObservationMode
     autoreset_mode: AutoresetMode
+    _was_closed = False  # by a subclass's `close_extras`, which may leave the envs open
 
     def _set_up(self, observation_mode: ObservationMode, autoreset_mode: str | AutoresetMode) -> None:
         self.observation_mode = observation_mode
@@ -122,6 +124,7 @@ class _DropIn(VectorEnv):
         options = SteppingOptions(self.autoreset_mode, copy=copy, max_restarts=max_restarts)
         super().__init__(assemble(backend, parts, options))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
+        self._look_for_overrides()
 
     @verb
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
@@ -158,7 +161,14 @@ class _DropIn(VectorEnv):
             )
         super().set_attr(name, values)
 
+    def close(self, **kwargs: Any) -> None:  # type: ignore[override]  # a subclass's `close_extras` has its own keywords
+        """Closes envs and workers by `close_extras`, which receives `kwargs`, unless that has been done."""
+        if self._finalizer.alive and not self._was_closed:
+            self.close_extras(**kwargs)
+            self._was_closed = self._caller.closed = True
 
+
+@with_own_methods
 class SyncVectorEnv(_DropIn):
     """Steps all envs in the calling thread, one by one. Arguments and attributes are those of Gymnasium's class, and:
 
@@ -201,7 +211,28 @@ class SyncVectorEnv(_DropIn):
             )
         return super().step(actions, **private)
 
+    # Gymnasium's class composes none of these of others: a subclass's `reset_async` or `call` has no part in them.
 
+    @verb
+    def reset(self, *, seed: Seeds = None, options: dict[str, Any] | None = None) -> tuple[Any, Infos]:
+        """Resets all envs, or those in ``options["reset_mask"]``; returns observations ``[N, ...]`` and infos."""
+        if self.interrupted and "reset_mask" not in (options or ()):
+            self.drop_pending()
+        _DropIn.reset_async(self, seed, options)
+        return _DropIn.reset_wait(self)
+
+    @verb
+    def call(self, name: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The results of ``env.name(*args, **kwargs)``, or every env's attribute of that name."""
+        _DropIn.call_async(self, name, *args, **kwargs)
+        return _DropIn.call_wait(self)
+
+    def render(self) -> tuple[Any, ...]:
+        """Every env's ``render()``."""
+        return SyncVectorEnv.call(self, "render")
+
+
+@with_own_methods
 class AsyncVectorEnv(_DropIn):
     """Steps the envs in worker processes. Has the arguments and attributes of Gymnasium's class of that name, and:
 
@@ -234,6 +265,11 @@ class AsyncVectorEnv(_DropIn):
         """A new instance of this class; of Gymnasium's own class where `worker` is set."""
         if kwargs.get("worker", args[_WORKER] if len(args) > _WORKER else None) is None:
             return super().__new__(cls)
+        if cls is not AsyncVectorEnv:
+            raise WrongType(
+                f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has nothing of {cls.__name__}; derive "
+                f"{cls.__name__} from gymnasium.vector.AsyncVectorEnv"
+            )
         for name in ("num_workers", "worker_env", "worker_init", "on_failure", "max_restarts", "step_timeout"):
             if kwargs.pop(name, None) is not None:
                 raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
@@ -297,8 +333,11 @@ class AsyncVectorEnv(_DropIn):
 
         Rewards of several numbers are ``[N, ...]``; ValueError where they are not so in all envs, as in Gymnasium.
         """
+        if self._composes:
+            self.step_async(actions)
+            return self.step_wait()
         try:
-            obs, rewards, terminated, truncated, infos = super().step(actions, **private)
+            obs, rewards, terminated, truncated, infos = VectorEnv.step(self, actions, **private)
             return obs, _as_given(rewards, infos) if infos else rewards, terminated, truncated, infos
         except PendingError:
             self.require_idle("step")
@@ -331,7 +370,8 @@ class AsyncVectorEnv(_DropIn):
             raise PendingError(
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", pending
             )
-        self._doing = doing
+        if self._doing != doing:
+            self._doing = doing
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes envs and workers, once a pending call has ended; ``env.close()`` may take as long as it likes.
@@ -339,8 +379,13 @@ class AsyncVectorEnv(_DropIn):
         timeout: seconds for the pending call, as in Gymnasium; None waits as long as it takes. After that all workers
         are killed, with a RuntimeWarning that holds their stacks.  terminate: kills them without closing the envs.
         """
-        if self._pending() != "default" and not self.closed:
-            logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
+        if (pending := self._pending()) != "default" and not self.closed:
+            logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
+            if is_replaced(self, wait := f"{pending}_wait"):
+                try:
+                    getattr(self, wait)(0 if terminate else timeout)
+                except multiprocessing.TimeoutError:
+                    terminate = True
         limit_s = checks.timeout_of(timeout)
         limits = AT_ONCE if terminate else FOR_EVER
         if limit_s is not None and not terminate:

@@ -42,6 +42,7 @@ from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import first_envs_spaces
 from muster.vector.checks import seeds_of
+from muster.vector.overrides import Overridable, with_own_methods
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import originals_raised
@@ -82,7 +83,8 @@ VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any
 _ROWS, _FINALS = "info_rows", "finals_by_env"
 
 
-class MusterVecEnv(VecEnv):
+@with_own_methods
+class MusterVecEnv(Overridable, VecEnv):
     """SB3's `VecEnv` around a `muster.VectorEnv` with ``autoreset_mode="same_step"``. Made by `as_sb3`.
 
     envs: the vector env, which `close` closes.
@@ -110,6 +112,7 @@ class MusterVecEnv(VecEnv):
         require_copies(envs)
         self.vector_env = envs
         self._rows = RowReader(envs.info_reader.columns)
+        self._look_for_overrides()
         check_for_nested_spaces(envs.single_observation_space)
         seen, acts = handed_out(envs.single_observation_space), handed_out(envs.single_action_space)
         super().__init__(envs.num_envs, seen, acts)
@@ -142,6 +145,8 @@ class MusterVecEnv(VecEnv):
 
     def step(self, actions: Any) -> VecStep:
         """Steps all envs by `actions`: `step_async` and `step_wait` in one call."""
+        if self._composes:
+            return super().step(actions)
         return self._as_rows(self.vector_env.step(actions, _copies=True, _reader=self._rows))
 
     def close(self) -> None:
@@ -231,6 +236,7 @@ class _Envs(VectorEnv):
         self.reset_some(np.arange(self.num_envs), arguments)
 
 
+@with_own_methods
 class DummyVecEnv(MusterVecEnv):
     """Steps all envs in the calling thread, one after the other. Arguments are those of SB3's class, and:
 
@@ -257,11 +263,22 @@ class DummyVecEnv(MusterVecEnv):
         super().__init__(envs)
         self.metadata = self.envs[0].metadata
 
+    def step_async(self, actions: Any) -> None:
+        """Keeps `actions` ``[N, ...]``, by which `step_wait` steps the envs."""
+        self.actions = actions
+
+    def step_wait(self) -> VecStep:
+        """Steps all envs by what `step_async` has kept. Returns obs, rewards, dones and infos, as `step` does."""
+        return self._as_rows(self.vector_env.step(self.actions, _copies=True, _reader=self._rows))
+
+    has_attr = VecEnv.has_attr  # which asks `get_attr`, as SB3's class does
+
     def _as_rows(self, result: StepResult) -> VecStep:
-        obs, rewards, dones, rows = super()._as_rows(result)
+        obs, rewards, dones, rows = MusterVecEnv._as_rows(self, result)
         return obs, rewards.astype(np.float32), dones, rows
 
 
+@with_own_methods
 class SubprocVecEnv(MusterVecEnv):
     """Steps the envs in worker processes. Arguments are those of SB3's class, and:
 
