@@ -470,7 +470,7 @@ def _as_given(rewards: Floats, infos: Infos) -> Floats:
 def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
     for failure in failures:
         logger.error(f"Received the following error from Worker-{failure.env_index} - Shutting it down")
-        logger.error(failure.worker_traceback)
+        logger.error("%s", failure.worker_traceback)  # a text of the env's: it may hold a %
     logger.error("Raising the last exception back to the main process.")
     raise original_error(failures, -1)
 
