@@ -204,28 +204,6 @@ def test_a_patch_of_the_drop_ins_own_class_counts(base):
     patched.assert_called_once_with(envs, ACTIONS)
 
 
-def test_a_subclass_of_sync_may_name_its_own_methods_as_async_does():
-    class InTwo(SyncVectorEnv):
-        def reset_async(self, **kwargs):
-            self.asked = kwargs
-
-        def reset_wait(self):
-            return self.reset(**self.asked)
-
-        def call_async(self, name):
-            self.asked = name
-
-        def call_wait(self):
-            return self.call(self.asked)
-
-    envs = InTwo([Counter])
-    envs.reset_async(seed=3)
-    assert envs.reset_wait()[0].tolist() == [[0.0]]
-    envs.call_async("observe")
-    assert envs.call_wait()[0].tolist() == [0.0]
-    envs.close()
-
-
 def test_a_subclass_leaves_the_envs_open_where_its_close_extras_does():
     calls = []
 

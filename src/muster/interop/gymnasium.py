@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -124,7 +124,6 @@ class _DropIn(Overridable, VectorEnv):  # type: ignore[override]  # as of Vector
         options = SteppingOptions(self.autoreset_mode, copy=copy, max_restarts=max_restarts)
         super().__init__(assemble(backend, parts, options))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
-        self._look_for_overrides()
 
     @verb
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
@@ -211,25 +210,9 @@ class SyncVectorEnv(_DropIn):
             )
         return super().step(actions, **private)
 
-    # Gymnasium's class composes none of these of others: a subclass's `reset_async` or `call` has no part in them.
-
-    @verb
-    def reset(self, *, seed: Seeds = None, options: dict[str, Any] | None = None) -> tuple[Any, Infos]:
-        """Resets all envs, or those in ``options["reset_mask"]``; returns observations ``[N, ...]`` and infos."""
-        if self.interrupted and "reset_mask" not in (options or ()):
-            self.drop_pending()
-        _DropIn.reset_async(self, seed, options)
-        return _DropIn.reset_wait(self)
-
-    @verb
-    def call(self, name: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The results of ``env.name(*args, **kwargs)``, or every env's attribute of that name."""
-        _DropIn.call_async(self, name, *args, **kwargs)
-        return _DropIn.call_wait(self)
-
     def render(self) -> tuple[Any, ...]:
-        """Every env's ``render()``."""
-        return SyncVectorEnv.call(self, "render")
+        """Every env's ``render()``; a subclass's `call` has no part in it, as in Gymnasium."""
+        return VectorEnv.call(self, "render")
 
 
 @with_own_methods
@@ -267,8 +250,7 @@ class AsyncVectorEnv(_DropIn):
             return super().__new__(cls)
         if cls is not AsyncVectorEnv:
             raise WrongType(
-                f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has nothing of {cls.__name__}; derive "
-                f"{cls.__name__} from gymnasium.vector.AsyncVectorEnv"
+                f"worker= runs on Gymnasium's class; derive {cls.__name__} from gymnasium.vector.AsyncVectorEnv"
             )
         for name in ("num_workers", "worker_env", "worker_init", "on_failure", "max_restarts", "step_timeout"):
             if kwargs.pop(name, None) is not None:
@@ -381,11 +363,9 @@ class AsyncVectorEnv(_DropIn):
         """
         if (pending := self._pending()) != "default" and not self.closed:
             logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
-            if is_replaced(self, wait := f"{pending}_wait"):
-                try:
-                    getattr(self, wait)(0 if terminate else timeout)
-                except multiprocessing.TimeoutError:
-                    terminate = True
+            if is_replaced(self, f"{pending}_wait"):
+                with suppress(multiprocessing.TimeoutError):
+                    getattr(self, f"{pending}_wait")(0 if terminate else timeout)
         limit_s = checks.timeout_of(timeout)
         limits = AT_ONCE if terminate else FOR_EVER
         if limit_s is not None and not terminate:

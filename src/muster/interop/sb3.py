@@ -42,7 +42,8 @@ from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import first_envs_spaces
 from muster.vector.checks import seeds_of
-from muster.vector.overrides import Overridable, with_own_methods
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.overrides import Overridable, is_replaced, with_own_methods
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import originals_raised
@@ -98,21 +99,17 @@ class MusterVecEnv(Overridable, VecEnv):
     """
 
     def __init__(self, envs: VectorEnv) -> None:
-        if not isinstance(envs, VectorEnv):
-            raise WrongType(
-                f"SB3 trains single agents: as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}. For agents use "
-                "muster.Collector with a policy of muster.nn, or muster.interop.torchrl.as_torchrl"
-            )
+        if not isinstance(envs, VectorEnv) or is_replaced(envs, "step", "step_async", "step_wait", "reset_wait"):
+            raise WrongType(f"as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}. {_in_place_of(envs)}")
         mode = envs.metadata["autoreset_mode"]
         if mode is not AutoresetMode.SAME_STEP:
             raise ConfigError(
                 f'SB3 resets envs in the step that ends their episode, but autoreset_mode is "{mode.name.lower()}"; '
-                'make the vector env with autoreset_mode="same_step"'
+                'make it by muster.make_vec(..., autoreset_mode="same_step"), or SubprocVecEnv(env_fns)'
             )
         require_copies(envs)
         self.vector_env = envs
         self._rows = RowReader(envs.info_reader.columns)
-        self._look_for_overrides()
         check_for_nested_spaces(envs.single_observation_space)
         seen, acts = handed_out(envs.single_observation_space), handed_out(envs.single_action_space)
         super().__init__(envs.num_envs, seen, acts)
@@ -203,6 +200,19 @@ class MusterVecEnv(Overridable, VecEnv):
         wanted = [range(self.num_envs)[i] for i in self._get_indices(with_ints(indices))]
         results = self.vector_env.call(act if len(wanted) == self.num_envs else OnSome(frozenset(wanted), act))
         return [results[i] for i in wanted]
+
+
+def _in_place_of(envs: Any) -> str:
+    """The sentence that says what to write where `as_sb3` does not take `envs`."""
+    if isinstance(envs, MultiAgentVectorEnv):
+        instead = "with a policy of muster.nn, or muster.interop.torchrl.as_torchrl"
+        return f"SB3 trains single agents: for several use muster.Collector {instead}"
+    if isinstance(envs, VecEnv):
+        return "It is one of SB3's: use it as it is"
+    if isinstance(envs, gymnasium.Env):
+        return "Write muster.interop.sb3.DummyVecEnv([make_env]), with the function that makes the env"
+    made = 'as_sb3(muster.make_vec(make_env, num_envs, autoreset_mode="same_step"))'
+    return f"Write muster.interop.sb3.SubprocVecEnv(env_fns), with the functions that make the envs, or {made}"
 
 
 def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[str, Any]]) -> None:
@@ -336,7 +346,7 @@ def as_sb3(envs: VectorEnv) -> MusterVecEnv:
 
     envs: a `muster.VectorEnv`, made with ``autoreset_mode="same_step"``.
 
-    Raises ConfigError for another mode, and WrongType for envs with agents.
+    Raises ConfigError for another mode, and WrongType, which says what to write, for anything else.
 
     >>> import muster
     >>> from muster.interop.sb3 import as_sb3

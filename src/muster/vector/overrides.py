@@ -14,13 +14,16 @@ class Overridable:
     own_methods: dict[str, Any]
     _composes: bool  # asked once, as the drop-in is made, so that a step does not ask what its class has
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new instance, which knows whether its `step` is composed."""
+        self = super().__new__(cls)
+        self._composes = is_replaced(self, *_OF_STEP)
+        return self
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in _OF_STEP:
             self._composes = True
-
-    def _look_for_overrides(self) -> None:
-        self._composes = is_replaced(self, *_OF_STEP)
 
 
 def with_own_methods(cls: AnyClass) -> AnyClass:
