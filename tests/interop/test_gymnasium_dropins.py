@@ -88,6 +88,28 @@ def test_raises_the_envs_own_exception_and_stays_in_step(vectorise):
         assert envs.step([1, 1])[0].tolist() == [[1.0], [2.0]]
 
 
+class Percent(Counter):
+    """Raises a text with `%`."""
+
+    text = "battery at 5 %d %s %(x) %"
+
+    def reset(self, *, seed=None, options=None):
+        raise ValueError(self.text)
+
+    drain = reset
+
+
+@pytest.mark.parametrize("verb", ["reset", "call"])
+def test_a_percent_sign_in_an_envs_error_is_no_format(verb):
+    envs = AsyncVectorEnv([Percent] * 2, context="fork")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match=r"^battery at 5 %d %s %\(x\) %"):
+            getattr(envs, verb)(*["drain"] * (verb == "call"))
+    assert sum(Percent.text in str(one.message) for one in caught) == 2
+    envs.close()
+
+
 @pytest.mark.parametrize("order", [[Raising, Interrupted], [Interrupted, Raising]])
 def test_an_env_that_raises_does_not_swallow_ctrl_c(order):
     with SyncVectorEnv(order) as envs:

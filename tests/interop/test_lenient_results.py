@@ -13,12 +13,18 @@ from gymnasium.utils.env_checker import data_equivalence  # noqa: E402
 from gymnasium.vector import AsyncVectorEnv as TheirAsyncVectorEnv  # noqa: E402
 from gymnasium.vector import AutoresetMode  # noqa: E402
 from gymnasium.vector import SyncVectorEnv as TheirSyncVectorEnv  # noqa: E402
+from gymnasium.vector.utils import (  # noqa: E402
+    create_shared_memory,
+    read_from_shared_memory,
+    write_to_shared_memory,
+)
 from stable_baselines3.common.vec_env import DummyVecEnv as TheirDummyVecEnv  # noqa: E402
 
 import muster  # noqa: E402
 from muster.errors import EnvError  # noqa: E402
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv  # noqa: E402
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv  # noqa: E402
+from muster.spaces import tree  # noqa: E402
 
 # Reward, terminated, truncated.
 TOLD = {
@@ -151,3 +157,82 @@ def test_make_vec_says_what_is_wrong_with_them():
             envs.send(np.zeros(1, int), [env])
             with pytest.raises(EnvError, match="must be a bool|must be one number"):
                 envs.recv()
+
+
+INT8, CHOICE = gym.spaces.MultiDiscrete([100, 100], dtype=np.int8), gym.spaces.Discrete(4)
+OBSERVATIONS = {
+    "ints that fit": (INT8, [1, 2]),
+    "an int that does not": (INT8, [300, 1]),
+    "a tuple": (INT8, (-129, 1)),
+    "NumPy's ints in a list": (INT8, [np.int64(300), 1]),
+    "NaN in a list": (INT8, [float("nan"), 1]),
+    "a negative number": (gym.spaces.Box(0, 255, (2,), np.uint8), [-1, 1]),
+    "a whole float": (gym.spaces.Box(0, 255, (2,), np.uint8), [256.7, 1]),
+    "no float": (gym.spaces.Box(-1, 1, (2,), np.float32), [10**400, 1]),
+    "a complex number": (gym.spaces.Box(-1, 1, (2,), np.float32), [1j, 1]),
+    "a word": (gym.spaces.Box(-1, 1, (2,), np.float32), ["a", 1]),
+    "a large float": (gym.spaces.Box(-1, 1, (2,), np.float32), [1e300, 1]),
+    "NaN": (CHOICE, float("nan")),
+    "infinity": (CHOICE, float("inf")),
+    "2 ** 63": (CHOICE, 2**63),
+    "2 ** 64": (CHOICE, 2**64),
+    "1e300": (CHOICE, 1e300),
+    "None": (CHOICE, None),
+    "in a dict": (gym.spaces.Dict(a=INT8, b=CHOICE), {"a": [1, 2], "b": 2**63}),
+    "in a tuple": (gym.spaces.Tuple((INT8, CHOICE)), ([300, 2], 1)),
+    "an array": (INT8, np.array([300, 1])),
+    "an array of floats": (INT8, np.array([1.5, np.nan])),
+    "an array of objects": (INT8, np.array([300, 1], object)),
+    "a tensor": (INT8, torch.tensor([300, 1])),
+}
+
+
+class Seeing(Telling):
+    def __init__(self, space, seen):
+        super().__init__((0.0, False, False))
+        self.observation_space, self.seen = space, seen
+
+    def reset(self, *, seed=None, options=None):
+        return self.seen, {}
+
+
+def _first_observation(cls, case):
+    """The observation of one env, or the class of the error."""
+    envs = cls([partial(Seeing, *OBSERVATIONS[case])])
+    try:
+        obs = envs.reset()
+    except (OverflowError, ValueError, TypeError) as error:
+        return type(error)
+    finally:
+        envs.close()
+    return obs[0] if isinstance(envs, gym.vector.VectorEnv) else obs
+
+
+def _as_their_workers_write(case):
+    """The same, as the workers of Gymnasium's AsyncVectorEnv write it."""
+    space, seen = OBSERVATIONS[case]
+    memory = create_shared_memory(space, n=1)
+    try:
+        write_to_shared_memory(space, 0, seen, memory)
+    except (OverflowError, ValueError, TypeError) as error:
+        return type(error)
+    return read_from_shared_memory(space, memory, n=1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast", "ignore:overflow encountered in cast")
+@pytest.mark.parametrize("case", OBSERVATIONS)
+@pytest.mark.parametrize("numpy_wraps", [tree._WRAPS, True])
+def test_numbers_that_a_dtype_does_not_hold_are_refused_in_lists_and_cast_in_arrays(numpy_wraps, case, monkeypatch):
+    monkeypatch.setattr(tree, "_WRAPS", numpy_wraps)
+    for cls in (SyncVectorEnv, DummyVecEnv):
+        assert data_equivalence(_first_observation(cls, case), _as_their_workers_write(case))
+
+
+@pytest.mark.filterwarnings("ignore:.*from Worker-0", "ignore:.*Traceback", "ignore:.*the last exception")
+@pytest.mark.parametrize("cls", [partial(AsyncVectorEnv, context="fork"), partial(SubprocVecEnv, start_method="fork")])
+def test_the_error_comes_from_workers_with_the_place(cls):
+    envs = cls([partial(Seeing, INT8, [300, 1])])
+    with pytest.raises(OverflowError, match="300 out of bounds for int8") as raised:
+        envs.reset()
+    envs.close()
+    assert "observation is list [300, 1], expected shape (2,) of int8" in "".join(raised.value.__notes__)

@@ -16,6 +16,7 @@ from muster.envs.agents import AgentsEnv
 from muster.envs.attributes import chain
 from muster.envs.layout import AgentLayout
 from muster.errors import OneEnvPerProcess, SpecMismatch
+from muster.hosts.failures import about_gym
 from muster.introspection import type_name
 from muster.pickling import MAKE_VEC, UserCall, is_plain
 from muster.spaces.compare import first_difference
@@ -54,7 +55,8 @@ def facts_of(env: Any) -> EnvFacts:
     for name in ("observation_space", "action_space"):
         space = getattr(env, name)
         if not isinstance(space, spaces.Space):
-            hint = " It comes from the package gym: use gymnasium.spaces" if type_name(space).startswith("gym.") else ""
+            hint = about_gym(env) or "It comes from the package gym: use gymnasium.spaces"
+            hint = f" {hint}" if type_name(space).startswith("gym.") else ""
             raise SpecMismatch(f"{type_name(env)}.{name} is {space!r:.200}, expected a gymnasium.spaces.Space.{hint}")
     metadata = getattr(env, "metadata", None) or {}
     return EnvFacts(

@@ -14,8 +14,9 @@ from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch, more
 from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
-from muster.hosts.failures import AttributesLost, Failure, reset_note
+from muster.hosts.failures import AttributesLost, Failure, about_gym, reset_note
 from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
+from muster.introspection import type_name
 from muster.pickling import copied_if_plain, find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
 from muster.pool.resources import limit_behind, own_memory_bytes
@@ -347,7 +348,9 @@ class EnvHost:
         """The report of `error`, raised by env i, for the caller."""
         step = None if self._slab is None else int(self._slab.records["episode_length"][self.first_env + i])
         advice = "" if isinstance(error, MusterError) else self._hint(i)
-        hints = advice, about_script(error, begins=not step), limit_behind(error), _about(error)
+        in_process = "" if self.dumps is None or not self.recipes else self.recipes[i].call.in_process
+        of_gym = about_gym(self.envs[i]) if isinstance(error, TypeError) and self.envs else ""
+        hints = advice, about_script(error, begins=not step), limit_behind(error), _about(error, in_process), of_gym
         return Failure.of(
             error,
             # The index that users know: a collector's first env is not always env 0.
@@ -367,7 +370,9 @@ class EnvHost:
         return advise_apart(together[: place + 1] if self._slab is None else together)
 
 
-def _about(error: BaseException) -> str:
+def _about(error: BaseException, in_process: str) -> str:
+    if in_process and type_name(error) == "bdb.BdbQuit":
+        return f"A debugger has no terminal in a worker: breakpoint() works with {in_process}."
     number = error.errno if isinstance(error, OSError) else vars(error).get("errno")  # ZeroMQ's error has one, too
     if type(number) is int and number == errno.EADDRINUSE:
         own = "Give each env its own by muster.lazy and muster.get_worker_info().env_index."

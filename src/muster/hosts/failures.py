@@ -138,6 +138,16 @@ def to_one_exception(failures: Sequence[Failure]) -> BaseException:
     return error
 
 
+def about_gym(env: Any) -> str:
+    """The sentence that says how an env of the package gym becomes one of Gymnasium's; empty for any other env."""
+    if all(cls.__module__.partition(".")[0] != "gym" for cls in type(env).__mro__):
+        return ""
+    return (
+        "The env is of the package gym: return shimmy.GymV26CompatibilityV0(env=env) in its place, or where it was "
+        "written for Gym before 0.26 shimmy.GymV21CompatibilityV0(env=env)"
+    )
+
+
 def reset_note(env: Any, error: BaseException) -> str | None:
     """The hint for a TypeError that comes from a reset which does not take Gymnasium's arguments; else None."""
     entered = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}

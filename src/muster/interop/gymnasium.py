@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -53,6 +53,7 @@ from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
 from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import BatchedSpaces
+from muster.vector.overrides import Overridable, is_replaced, with_own_methods
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
@@ -96,11 +97,12 @@ class _Writer(LenientWriter):
             raise
 
 
-class _DropIn(VectorEnv):
+class _DropIn(Overridable, VectorEnv):  # type: ignore[override]  # as of VectorEnv
     """The base of both classes: the checks of spaces and arguments, and the choice of exceptions that are raised."""
 
     observation_mode: ObservationMode
     autoreset_mode: AutoresetMode
+    _was_closed = False  # by a subclass's `close_extras`, which may leave the envs open
 
     def _set_up(self, observation_mode: ObservationMode, autoreset_mode: str | AutoresetMode) -> None:
         self.observation_mode = observation_mode
@@ -158,7 +160,14 @@ class _DropIn(VectorEnv):
             )
         super().set_attr(name, values)
 
+    def close(self, **kwargs: Any) -> None:  # type: ignore[override]  # a subclass's `close_extras` has its own keywords
+        """Closes envs and workers by `close_extras`, which receives `kwargs`, unless that has been done."""
+        if self._finalizer.alive and not self._was_closed:
+            self.close_extras(**kwargs)
+            self._was_closed = self._caller.closed = True
 
+
+@with_own_methods
 class SyncVectorEnv(_DropIn):
     """Steps all envs in the calling thread, one by one. Arguments and attributes are those of Gymnasium's class, and:
 
@@ -201,7 +210,12 @@ class SyncVectorEnv(_DropIn):
             )
         return super().step(actions, **private)
 
+    def render(self) -> tuple[Any, ...]:
+        """Every env's ``render()``; a subclass's `call` has no part in it, as in Gymnasium."""
+        return VectorEnv.call(self, "render")
 
+
+@with_own_methods
 class AsyncVectorEnv(_DropIn):
     """Steps the envs in worker processes. Has the arguments and attributes of Gymnasium's class of that name, and:
 
@@ -234,6 +248,10 @@ class AsyncVectorEnv(_DropIn):
         """A new instance of this class; of Gymnasium's own class where `worker` is set."""
         if kwargs.get("worker", args[_WORKER] if len(args) > _WORKER else None) is None:
             return super().__new__(cls)
+        if cls is not AsyncVectorEnv:
+            raise WrongType(
+                f"worker= runs on Gymnasium's class; derive {cls.__name__} from gymnasium.vector.AsyncVectorEnv"
+            )
         for name in ("num_workers", "worker_env", "worker_init", "on_failure", "max_restarts", "step_timeout"):
             if kwargs.pop(name, None) is not None:
                 raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
@@ -297,8 +315,11 @@ class AsyncVectorEnv(_DropIn):
 
         Rewards of several numbers are ``[N, ...]``; ValueError where they are not so in all envs, as in Gymnasium.
         """
+        if self._composes:
+            self.step_async(actions)
+            return self.step_wait()
         try:
-            obs, rewards, terminated, truncated, infos = super().step(actions, **private)
+            obs, rewards, terminated, truncated, infos = VectorEnv.step(self, actions, **private)
             return obs, _as_given(rewards, infos) if infos else rewards, terminated, truncated, infos
         except PendingError:
             self.require_idle("step")
@@ -331,7 +352,8 @@ class AsyncVectorEnv(_DropIn):
             raise PendingError(
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", pending
             )
-        self._doing = doing
+        if self._doing != doing:
+            self._doing = doing
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes envs and workers, once a pending call has ended; ``env.close()`` may take as long as it likes.
@@ -339,8 +361,11 @@ class AsyncVectorEnv(_DropIn):
         timeout: seconds for the pending call, as in Gymnasium; None waits as long as it takes. After that all workers
         are killed, with a RuntimeWarning that holds their stacks.  terminate: kills them without closing the envs.
         """
-        if self._pending() != "default" and not self.closed:
-            logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending()}` to complete.")
+        if (pending := self._pending()) != "default" and not self.closed:
+            logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
+            if is_replaced(self, f"{pending}_wait"):
+                with suppress(multiprocessing.TimeoutError):
+                    getattr(self, f"{pending}_wait")(0 if terminate else timeout)
         limit_s = checks.timeout_of(timeout)
         limits = AT_ONCE if terminate else FOR_EVER
         if limit_s is not None and not terminate:
@@ -425,7 +450,7 @@ def _as_given(rewards: Floats, infos: Infos) -> Floats:
 def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
     for failure in failures:
         logger.error(f"Received the following error from Worker-{failure.env_index} - Shutting it down")
-        logger.error(failure.worker_traceback)
+        logger.error("%s", failure.worker_traceback)  # a text of the env's: it may hold a %
     logger.error("Raising the last exception back to the main process.")
     raise original_error(failures, -1)
 

@@ -42,6 +42,8 @@ from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import first_envs_spaces
 from muster.vector.checks import seeds_of
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.overrides import Overridable, is_replaced, with_own_methods
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import originals_raised
@@ -82,7 +84,8 @@ VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any
 _ROWS, _FINALS = "info_rows", "finals_by_env"
 
 
-class MusterVecEnv(VecEnv):
+@with_own_methods
+class MusterVecEnv(Overridable, VecEnv):
     """SB3's `VecEnv` around a `muster.VectorEnv` with ``autoreset_mode="same_step"``. Made by `as_sb3`.
 
     envs: the vector env, which `close` closes.
@@ -96,16 +99,13 @@ class MusterVecEnv(VecEnv):
     """
 
     def __init__(self, envs: VectorEnv) -> None:
-        if not isinstance(envs, VectorEnv):
-            raise WrongType(
-                f"SB3 trains single agents: as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}. For agents use "
-                "muster.Collector with a policy of muster.nn, or muster.interop.torchrl.as_torchrl"
-            )
+        if not isinstance(envs, VectorEnv) or is_replaced(envs, "step", "step_async", "step_wait", "reset_wait"):
+            raise WrongType(f"as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}. {_in_place_of(envs)}")
         mode = envs.metadata["autoreset_mode"]
         if mode is not AutoresetMode.SAME_STEP:
             raise ConfigError(
                 f'SB3 resets envs in the step that ends their episode, but autoreset_mode is "{mode.name.lower()}"; '
-                'make the vector env with autoreset_mode="same_step"'
+                'make it by muster.make_vec(..., autoreset_mode="same_step"), or SubprocVecEnv(env_fns)'
             )
         require_copies(envs)
         self.vector_env = envs
@@ -142,6 +142,8 @@ class MusterVecEnv(VecEnv):
 
     def step(self, actions: Any) -> VecStep:
         """Steps all envs by `actions`: `step_async` and `step_wait` in one call."""
+        if self._composes:
+            return super().step(actions)
         return self._as_rows(self.vector_env.step(actions, _copies=True, _reader=self._rows))
 
     def close(self) -> None:
@@ -200,6 +202,19 @@ class MusterVecEnv(VecEnv):
         return [results[i] for i in wanted]
 
 
+def _in_place_of(envs: Any) -> str:
+    """The sentence that says what to write where `as_sb3` does not take `envs`."""
+    if isinstance(envs, MultiAgentVectorEnv):
+        instead = "with a policy of muster.nn, or muster.interop.torchrl.as_torchrl"
+        return f"SB3 trains single agents: for several use muster.Collector {instead}"
+    if isinstance(envs, VecEnv):
+        return "It is one of SB3's: use it as it is"
+    if isinstance(envs, gymnasium.Env):
+        return "Write muster.interop.sb3.DummyVecEnv([make_env]), with the function that makes the env"
+    made = 'as_sb3(muster.make_vec(make_env, num_envs, autoreset_mode="same_step"))'
+    return f"Write muster.interop.sb3.SubprocVecEnv(env_fns), with the functions that make the envs, or {made}"
+
+
 def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[str, Any]]) -> None:
     """Starts resetting every env with its own seed and options."""
     if not any(options):
@@ -231,6 +246,7 @@ class _Envs(VectorEnv):
         self.reset_some(np.arange(self.num_envs), arguments)
 
 
+@with_own_methods
 class DummyVecEnv(MusterVecEnv):
     """Steps all envs in the calling thread, one after the other. Arguments are those of SB3's class, and:
 
@@ -257,11 +273,22 @@ class DummyVecEnv(MusterVecEnv):
         super().__init__(envs)
         self.metadata = self.envs[0].metadata
 
+    def step_async(self, actions: Any) -> None:
+        """Keeps `actions` ``[N, ...]``, by which `step_wait` steps the envs."""
+        self.actions = actions
+
+    def step_wait(self) -> VecStep:
+        """Steps all envs by what `step_async` has kept. Returns obs, rewards, dones and infos, as `step` does."""
+        return self._as_rows(self.vector_env.step(self.actions, _copies=True, _reader=self._rows))
+
+    has_attr = VecEnv.has_attr  # which asks `get_attr`, as SB3's class does
+
     def _as_rows(self, result: StepResult) -> VecStep:
-        obs, rewards, dones, rows = super()._as_rows(result)
+        obs, rewards, dones, rows = MusterVecEnv._as_rows(self, result)
         return obs, rewards.astype(np.float32), dones, rows
 
 
+@with_own_methods
 class SubprocVecEnv(MusterVecEnv):
     """Steps the envs in worker processes. Arguments are those of SB3's class, and:
 
@@ -319,7 +346,7 @@ def as_sb3(envs: VectorEnv) -> MusterVecEnv:
 
     envs: a `muster.VectorEnv`, made with ``autoreset_mode="same_step"``.
 
-    Raises ConfigError for another mode, and WrongType for envs with agents.
+    Raises ConfigError for another mode, and WrongType, which says what to write, for anything else.
 
     >>> import muster
     >>> from muster.interop.sb3 import as_sb3

@@ -54,6 +54,12 @@ class Recipe:
     call: UserCall = MAKE_VEC
     permits: AbstractContextManager[Any] | None = None
 
+    @property
+    def opens_window(self) -> bool:
+        """Whether the env shows itself to people: several in a process may disturb each other's windows."""
+        of_spec = getattr(self.factory.target, "kwargs", {}) if type(self.factory) is MakeGym else {}
+        return bool({**of_spec, **self.kwargs}.get("render_mode") == "human")
+
     def build(self) -> BuiltEnv:
         """Builds the env in this process.
 

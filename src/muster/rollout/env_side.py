@@ -15,6 +15,7 @@ from muster.envs.dm_env import DISCOUNTS
 from muster.errors import ConfigError, UsageError
 from muster.rollout.fields import Array, Field, Key
 from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.overrides import is_replaced
 from muster.vector.vector_env import VectorEnv
 
 
@@ -65,7 +66,10 @@ class EnvSide(ABC):
         self.num_envs: int = envs.num_envs
         self.autoreset_mode = autoreset_mode_of(envs)
         self.has_discounts = bool(envs.metadata.get(DISCOUNTS))
-        self.takes_turns = isinstance(envs, (VectorEnv, MultiAgentVectorEnv))  # has send and recv
+        # It has send and recv, and no subclass expects to see the steps.
+        self.takes_turns = isinstance(envs, (VectorEnv, MultiAgentVectorEnv)) and not is_replaced(
+            envs, "step", "step_async", "step_wait", "send", "recv"
+        )
 
     @abstractmethod
     def policy_input(self, rows: Sequence[Any]) -> Any:

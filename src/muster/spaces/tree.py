@@ -23,6 +23,8 @@ Space = spaces.Space[Any]
 _KINDS = "biufc"
 # Actions of discrete spaces up to this size are passed to envs as NumPy scalars that are made once.
 _CACHED_SCALARS = 4096
+# NumPy 1 wraps ints that a dtype does not hold; NumPy 2 raises OverflowError.
+_WRAPS = int(np.__version__.partition(".")[0]) < 2
 
 
 class Node:
@@ -133,11 +135,9 @@ class Leaf(Node):
 
     def store(self, value: Any, row: Array) -> None:
         """Writes a value that the core cannot copy unchanged: casts it, or raises SpecMismatch with the reason."""
-        array = self._as_array(value)
+        array = self._cast(value) if self.lenient else self._as_array(value)
         if array is None:
             raise SpecMismatch(f"{self.path} is {_brief(value)}, expected {self._expected()}")
-        if self.lenient:
-            array = _squeezed(array, self.shape).astype(self.dtype, copy=False)
         if array.shape != self.shape:
             raise SpecMismatch(f"{self.path} has shape {array.shape}, expected {self._expected()}")
         if not keeps_kind(array, self.dtype):
@@ -195,6 +195,19 @@ class Leaf(Node):
         except (ValueError, TypeError, RuntimeError):
             return None
         return array if array.dtype.kind in _KINDS else None
+
+    def _cast(self, value: Any) -> Array:
+        """An array of the leaf's dtype. Arrays are cast, whatever is lost; the rest raises what NumPy 2 raises."""
+        try:
+            if _WRAPS and self.dtype.kind in "iu" and not hasattr(value, "dtype"):
+                limits = np.iinfo(self.dtype)
+                for number in map(int, np.asarray(value, object).flat):
+                    if not limits.min <= number <= limits.max:
+                        raise OverflowError(f"Python integer {number} out of bounds for {self.dtype}")
+            return _squeezed(np.asarray(value, self.dtype), self.shape)
+        except Exception as error:
+            error.add_note(f"{self.path} is {_brief(value)}, expected {self._expected()}")
+            raise
 
     def _expected(self) -> str:
         return f"shape {self.shape} of {self.dtype}"
@@ -302,9 +315,9 @@ class BranchNode(Node):
 def tree(space: Space, path: str, *, lenient: bool = False) -> Node:
     """The tree of `space`, its leaves numbered from 0.
 
-    lenient: observations are cast to the space's dtype even where values are lost, and axes of length 1 may be missing
-    or surplus. Actions may be out of range, but are of the space's dtype: other libraries' vector envs pass all others
-    to envs in the caller's own type.
+    lenient: observations that are arrays are cast to the space's dtype even where values are lost, others where it
+    holds them, and axes of length 1 may be missing or surplus. Actions may be out of range, but are of the space's
+    dtype: other libraries' vector envs pass all others to envs in the caller's own type.
     """
     root = _node(space, path)
     for index, leaf in enumerate(root.leaves):

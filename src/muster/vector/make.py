@@ -74,11 +74,12 @@ def make_vec(
         envs in the calling thread.
     num_workers: worker processes. None gives each env a process of its own, since a library may share what it holds
         with all envs in its process; only ids of Gymnasium, ALE, PettingZoo, mpe2, MiniGrid, dm_control and Melting
-        Pot, without wrappers of anybody else, share one process per usable core. A number is for envs that share
-        nothing: so many workers step several envs each. "auto" tries two envs side by side in a process of its own, for
-        64 steps, and packs them as those ids where each is bit for bit what it is alone, infos included; of a list, two
-        of each kind and of any two kinds, up to three. Envs that share queues, locks, pipes or memory with this process
-        are not tried, since the trial would use these, and get a process each. Threads: None for one per usable core.
+        Pot, without wrappers of anybody else and without windows (render_mode "human"), share one process per usable
+        core. A number is for envs that share nothing: so many workers step several envs each. "auto" tries two envs
+        side by side in a process of its own, for 64 steps, and packs them as those ids where each is bit for bit what
+        it is alone, infos included; of a list, two of each kind and of any two kinds, up to three. Envs that share
+        queues, locks, pipes or memory with this process are not tried, since the trial would use these, and get a
+        process each. Threads: None for one per usable core.
     env_kwargs: keyword arguments for each env, one dict or a list of dicts; values may be `muster.lazy`, and what
         multiprocessing shares: queues, locks, pipes, memory (of a spawn or forkserver context, unless workers fork).
     wrappers: callables ``env -> env``, applied in the worker, the first innermost.

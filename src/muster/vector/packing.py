@@ -65,21 +65,24 @@ def count_processes(
     """The number of processes for envs whose number of workers the user has not given.
 
     asked: "auto" packs the envs where a trial shows that two side by side are what each is alone, and says what it has
-    chosen.  packs: whether the envs are known to share nothing, and are packed without a trial.
-    timeout_s: seconds for each stage of the trial.  worker_env: as for `make_vec`; the trial has the first worker's.
+    chosen.  packs: whether the envs are known to share nothing, and are packed without a trial, unless they have
+    windows.  timeout_s: seconds for each stage of the trial.
+    worker_env: as for `make_vec`; the trial has the first worker's.
     init: what workers do before their first env; the trial does it, too.
     """
     count, fewest = len(recipes), min(cores, len(recipes))
     if count == 1:
         return 1
+    has_windows = any(one.opens_window for one in recipes)
     if asked == AUTO:
-        why = _why_apart(recipes, context, timeout_s, first_changes(worker_env), init)
+        changes = first_changes(worker_env)
+        why = "they open windows" if has_windows else _why_apart(recipes, context, timeout_s, changes, init)
         processes, reason = (fewest, "two of it side by side are what each is alone") if why is None else (count, why)
         names = list(dict.fromkeys(recipe.name for recipe in recipes))
         shown = ", ".join(names[:_MOST_KINDS]) + ", ..." * (len(names) > _MOST_KINDS)
         say_once(f'"auto": {count} envs of {shown} in {processes} processes: {reason}')
         return processes
-    if packs:
+    if packs and not has_windows:
         return fewest
     if count > _MANY_PER_CORE * cores:
         where = "1 core" if cores == 1 else f"{cores} cores"
