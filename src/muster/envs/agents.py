@@ -151,9 +151,9 @@ class AgentsEnv(Adapting, ABC):
         """Puts the agents of a step into the row. before, after: those that acted, and those there for the next step.
 
         An agent that ends without an observation keeps its last one; one that no dict names pauses. Returns the number
-        of agents that go on. Raises SpecMismatch for keys that are no agents; for an agent that acted and has no
-        reward, that goes on and has a reward without an observation, or that leaves without an end as all others; and
-        where no agent that goes on has an observation.
+        of agents that go on. Raises SpecMismatch for keys that are no agents; for a reward, except 0, of an agent that
+        is not there; for an agent that acted and has no reward, that goes on and has a reward without an observation,
+        or that leaves without an end as all others; and where no agent that goes on has an observation.
         """
         if self._masked:
             there = dict.fromkeys([*before, *after])
