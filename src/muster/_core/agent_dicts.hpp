@@ -64,11 +64,29 @@ class AgentDict {
       PyObject* name = PyList_GET_ITEM(names.get(), k);
       const int is_agent = PyDict_Contains(agents, name);
       check(is_agent);
-      if (is_agent || (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, kAll) == 0)) continue;
+      if (is_agent || is_all(name)) continue;
       raise_mismatch(
           "%s's %s name %.200R, which is none of the env's possible_agents: expected keys among %.300R, got %.300R. "
           "Give each agent's entry the agent's own name",
           call_, name_, name, keys(agents).get(), names.get());
+    }
+  }
+
+  // Raises SpecMismatch for a reward of an agent that is in neither of the lists, unless it is 0: it would be lost.
+  void check_owners(PyObject* before, PyObject* after) const {
+    if (PyDict_GET_SIZE(dict_.get()) == entries_read_) return;
+    const Ref items = checked(PyDict_Items(dict_.get()));  // a comparison may run code that edits the dict
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(items.get()); ++k) {
+      PyObject* item = PyList_GET_ITEM(items.get(), k);
+      PyObject *agent = PyTuple_GET_ITEM(item, 0), *reward = PyTuple_GET_ITEM(item, 1);
+      int is_there = PySequence_Contains(before, agent);
+      if (!is_there) is_there = PySequence_Contains(after, agent);
+      check(is_there);
+      if (is_there || is_all(agent) || !truth(reward)) continue;
+      raise_mismatch(
+          "%s's %s give %.100R to %.200R, which is not there, as it has ended before or has not begun: expected rewards "
+          "for agents among %.300R, or 0. Keep an agent in env.agents until its last reward",
+          call_, name_, reward, agent, before);
     }
   }
 
@@ -90,6 +108,10 @@ class AgentDict {
 
  private:
   static constexpr const char* kAll = "__all__";
+
+  static bool is_all(PyObject* name) {
+    return PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, kAll) == 0;
+  }
 
   static Ref dict_of(PyObject* mapping, const char* name) {
     if (PyDict_Check(mapping)) return Ref::borrow(mapping);
@@ -155,10 +177,12 @@ class StepDicts {
     return {std::move(obs), std::move(reward), terminated, truncated, goes_on, is_reported};
   }
 
-  // Raises SpecMismatch for keys that are no agents, and for an agent of which something was left out.
+  // Raises SpecMismatch for keys that are no agents, for rewards of agents that are not there, and for an agent of
+  // which something was left out.
   // agents: a dict of all.  before, after: lists of those that were and are present.
   void check(PyObject* agents, PyObject* before, PyObject* after) {
     for (AgentDict* dict : {&observations, &rewards_, &terminations_, &truncations_}) dict->check_keys(agents);
+    rewards_.check_owners(before, after);
     PyObject* agent = culprit_.get();
     switch (fault_) {
       case Fault::kNone: return;

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from muster.algorithms.encoder import Choices, Encoder, as_observation, gru_cell, mlp
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.errors import TrainingDiverged, UsageError
+from muster.spaces.masks import usable
 
 # The keys in collectors, and in batches, of a policy's memory and of what it drew; no observation has such a key.
 MEMORY, CHOSEN = ("collector", "memory"), ("collector", "chosen")
@@ -89,7 +90,8 @@ class ActorCritic(nn.Module):
         """Parameters of the action distribution [B, P], and values [B], for observations `obs` [B, *obs_shape].
 
         memory: before the step; that after it is then returned, too.
-        masks: of a Discrete action space, bool [B, n], the choices that are allowed; None for all.
+        masks: of a discrete action space, bool [B, n], the choices that are allowed; None for all. Those of a
+            MultiDiscrete space stand part after part, n = sum(nvec), and a MultiBinary one has two for each bit.
         """
         seen, after = self._recall(self.encoder(obs), memory)
         params, values = masked(self.actor(seen), masks), self.critic(seen).squeeze(-1)
@@ -321,6 +323,15 @@ class Network(NamedTuple):
         """Actions [B, K] for observations [B, *obs_shape], and the memory after the step."""
         params, after = self.policy.decide(as_seen(obs, self.statistics), masks, memory)
         return (self.policy.head.sample(params) if sample else self.policy.head.mode(params)), after
+
+
+def as_allowed(masks: Any, space: gym.Space[Any], *lead: int) -> Tensor | None:
+    """The masks of an action space as policies take them, bool [*lead, n]; None for None. Raises as `usable`."""
+    if masks is None:
+        return None
+    return torch.from_numpy(
+        usable(masks.cpu() if isinstance(masks, Tensor) else masks, space, *lead, of="policy: masks")
+    )
 
 
 def begun(initial: Mapping[Any, Tensor] | None, state: Mapping[Any, Tensor] | None, count: int) -> Mapping[Any, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from muster.errors import UsageError
 from muster.rollout.fields import FieldTree, Key
-from muster.spaces.masks import MASK
+from muster.spaces.masks import MASK, choices_of
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "gelu": nn.GELU}
 Kind = Literal["choices", "images", "codes", "grid", "bytes", "numbers", "mixed"]
@@ -233,21 +233,17 @@ class Choices(nn.Module):
 
     def __init__(self, space: gym.Space[Any], what: str) -> None:
         super().__init__()
-        if isinstance(space, spaces.Discrete):
-            nvec, starts = np.array([space.n]), np.array([space.start])
-        elif isinstance(space, spaces.MultiDiscrete):
-            nvec, starts = space.nvec, space.start
-        elif isinstance(space, spaces.MultiBinary):
-            nvec, starts = np.full(space.shape, 2), np.zeros(space.shape)
-        else:
+        parts = choices_of(space)
+        if parts is None:
             flattens = what == "observations" and space.is_np_flattenable
             such_as = "such as gymnasium.wrappers.FlattenObservation" if flattens else "which you have to write"
             raise UsageError(
                 f"PPO takes Box, Discrete, MultiDiscrete and MultiBinary {what}, but this env has {space}. Turn them "
                 f"into one of these with a wrapper, {such_as}."
             )
-        self.nvec = [int(n) for n in nvec.flat]
-        self.register_buffer("starts", torch.from_numpy(starts.reshape(-1).astype(np.int64)), persistent=False)
+        nvec, starts = parts
+        self.nvec = [int(n) for n in nvec]
+        self.register_buffer("starts", torch.from_numpy(starts.astype(np.int64)), persistent=False)
         self.shape = space.shape or ()
         self.dtype = space.dtype
 

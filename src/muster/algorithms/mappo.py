@@ -37,7 +37,7 @@ from muster.algorithms.ppo_parts import EpisodeWindow, MAPPOMetrics, Rates, Team
 from muster.algorithms.teams import AgentsExplorer, AgentsPolicy, CentralisedCritic, Networks, Sight, Team
 from muster.errors import ConfigError
 from muster.introspection import type_name
-from muster.spaces.masks import MASK, are_masks
+from muster.spaces.masks import MASK
 
 STATE = "state"
 PLACES = (), ("collector", "last"), ("collector", "final")  # of the three parts of a batch's observations
@@ -143,12 +143,11 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
         ended = torch.cat([self._ended[group].unsqueeze(1), (terminated | truncated)[:, :-1]], 1)
         shows_end = ended & going_on & ~acting
         observations, last, finals = self._three(batch, group)
-        masks = batch.get((group, MASK), None)
         counts = batch["collector", "mask"].unsqueeze(-1) & alive & ~shows_end
         return Collected(
             observations, last, finals, final_at, batch[group, *CHOSEN], rewards, terminated, truncated, counts,
             acts=acting,
-            masks=masks if are_masks(masks, self.facts.action_space[group]) else None,
+            masks=batch.get((group, MASK), None),
             follows=followers(alive, alive_last, alive_finally, final_at),
             ends=batch["next", "done"],
             memory=batch[group].get(MEMORY, None),

@@ -11,7 +11,8 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 
-from muster.algorithms.actor_critic import Network, torch_threads
+from muster.algorithms.actor_critic import Network, as_allowed, torch_threads
+from muster.algorithms.encoder import as_observation
 from muster.algorithms.ppo_config import PPOConfig
 from muster.algorithms.ppo_envs import EnvFacts, collector_over
 from muster.algorithms.ppo_parts import EpisodeWindow, MAPPOMetrics, PPOMetrics, Rates, Schedule
@@ -62,7 +63,12 @@ class OnPolicy(ABC, Generic[M]):
 
         Statistics of observations stay as they are. Numbers that are not finite count as 0.
         """
-        threads = self.config.torch_threads
+        threads, space = self.config.torch_threads, self.facts.action_space
+        if self.facts.groups:
+            lead = as_observation(next(iter(obs.values())), 2).shape[:1]
+            masks = {g: as_allowed(one, space[g], *lead, len(self.facts.groups[g])) for g, one in (masks or {}).items()}
+        else:
+            masks = as_allowed(masks, space, len(as_observation(obs)))
         actions, after = self.network.act(obs, state, masks=masks, alive=alive, sample=sample, threads=threads)
         return actions if after is None else (actions, after)
 

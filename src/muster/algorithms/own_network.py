@@ -57,8 +57,8 @@ class PolicyNetwork(Protocol):
 
     obs: a tensor [B, *obs_shape] of the space's dtype, float32 where observations are normalised. Of a Dict or a Tuple
         it is a TensorDict [B], with a tensor for each part; the positions of a Tuple are "0", "1" and so on.
-    masks: bool [B, n], the choices of a Discrete space that are allowed, which `muster.algorithms.masked` takes into
-        account; None or left out: all are.
+    masks: bool [B, n], the choices of a discrete space that are allowed, as for `ActorCritic`, which
+        `muster.algorithms.masked` takes into account; None or left out: all are.
     memory: only where the network has an attribute ``memory_size``, which is H and not 0. Then it is the memory before
         the step, float32 [B, H], or `Sequences` of S * L = B observations.
 

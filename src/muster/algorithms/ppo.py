@@ -29,7 +29,7 @@ from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import PPOConfig
 from muster.algorithms.ppo_envs import facts_of
 from muster.algorithms.ppo_parts import EpisodeWindow, PPOMetrics, Rates, require_finite_rows
-from muster.spaces.masks import MASK, are_masks
+from muster.spaces.masks import MASK
 
 
 class PPO(OnPolicy[PPOMetrics]):
@@ -97,11 +97,10 @@ class PPO(OnPolicy[PPOMetrics]):
         rewards, terminated, truncated = (
             batch["next", name].squeeze(-1) for name in ("reward", "terminated", "truncated")
         )
-        masks = batch.get(MASK, None)  # or another part of the observation, of that name
         collected = Collected(
             observations, last, finals, batch["collector", "final_at"], batch[CHOSEN],
             rewards, terminated, truncated, batch["collector", "mask"],
-            masks=masks if are_masks(masks, self.facts.action_space) else None,
+            masks=batch.get(MASK, None),
             memory=batch.get(MEMORY, None),
             keeps=goes_on(batch),
         )  # fmt: skip

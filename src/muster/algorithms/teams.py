@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import MEMORY, Explorer, Network, Sequences, begun
 from muster.algorithms.encoder import Encoder, as_observation, mlp
-from muster.spaces.masks import are_masks
 
 
 class Team(NamedTuple):
@@ -184,7 +183,7 @@ def _by_team(
     for team, act in zip(teams, acts, strict=True):
         group, own = team.group, (slice(None), team.agents)
         before = None if state is None else {MEMORY: state[group, *MEMORY][own]}
-        allowed = masks[group][own] if are_masks(masks.get(group), team.action_space) else None
+        allowed = masks[group][own] if group in masks else None
         output, after = act(as_observation(obs[group], 2)[own], before, masks=allowed)
         outputs.setdefault(group, []).append(output)
         if after is not None:

@@ -21,6 +21,7 @@ from muster.envs.attributes import Adapting
 from muster.envs.groups import Agent, group_agents, sorted_space
 from muster.envs.layout import AgentLayout
 from muster.errors import SpecMismatch
+from muster.spaces.masks import MASK, mask_length, usable
 from muster.spaces.tree import Space
 
 Row = tuple[Any, ...]
@@ -80,6 +81,7 @@ class AgentsEnv(Adapting, ABC):
         sizes = [len(agents) for agents in self.layout.groups.values()]
         self._agents_row = AgentRow(self._slots, sizes, self._rewards, self._flags)
         self._masks = self.layout.full_masks()
+        self._mask_spaces = [self.layout.action_spaces[name] for name in self.layout.mask_shapes]
         self._has_masks = np.zeros(1, np.bool_)
         self._agents: list[Agent] = []  # that are present
         self._away: list[Agent] = []  # that have left without an end, and may return
@@ -149,9 +151,9 @@ class AgentsEnv(Adapting, ABC):
         """Puts the agents of a step into the row. before, after: those that acted, and those there for the next step.
 
         An agent that ends without an observation keeps its last one; one that no dict names pauses. Returns the number
-        of agents that go on. Raises SpecMismatch for keys that are no agents; for an agent that acted and has no
-        reward, that goes on and has a reward without an observation, or that leaves without an end as all others; and
-        where no agent that goes on has an observation.
+        of agents that go on. Raises SpecMismatch for keys that are no agents; for a reward, except 0, of an agent that
+        is not there; for an agent that acted and has no reward, that goes on and has a reward without an observation,
+        or that leaves without an end as all others; and where no agent that goes on has an observation.
         """
         if self._masked:
             there = dict.fromkeys([*before, *after])
@@ -175,19 +177,16 @@ class AgentsEnv(Adapting, ABC):
         for agent, obs in observations.items():
             slot = self._slots.get(agent)
             if slot is not None and slot.unwrap is not None and obs is not None:
-                mask = self._last_masks[agent] = np.array(obs["action_mask"])
+                mask = self._last_masks[agent] = np.array(obs[MASK])
                 self._put_mask(agent, slot, mask)
                 rest[agent] = slot.unwrap(obs)
         return rest
 
     def _put_mask(self, agent: Agent, slot: _Slot, mask: Any) -> None:
-        row = self._masks[slot.mask][slot.member]
-        if np.shape(mask) != row.shape:
-            raise SpecMismatch(f"the action mask of {agent!r} has shape {np.shape(mask)}, expected {row.shape}")
-        row[...] = mask
-        # No policy can draw from no action at all: a mask that allows no action becomes one that allows every action.
-        if not row.any():
-            row.fill(True)
+        row, space = self._masks[slot.mask][slot.member], self._mask_spaces[slot.mask]
+        # Another thing of that name, which the observation space announces, keeps its place.
+        is_other = slot.unwrap is not None and row.shape != (mask_length(space),) and row.shape == np.shape(mask)
+        row[...] = mask if is_other else usable(mask, space, of=f"the action mask of {agent!r}")
         self._has_masks[0] = True
 
     def _row(self, shared: Mapping[str, Any] | None = None) -> Row:
@@ -218,15 +217,15 @@ class AgentsEnv(Adapting, ABC):
             if not info:
                 continue
             slot = self._slots.get(agent)
-            if slot is None and isinstance(info, Mapping) and "action_mask" in info and self.layout.mask_shapes:
+            if slot is None and isinstance(info, Mapping) and MASK in info and self.layout.mask_shapes:
                 raise SpecMismatch(
                     f"the infos have an action mask for {agent!r}, which is none of the env's possible_agents: "
                     f"expected keys among {list(self._slots)}, got {list(infos)}. Give each agent's entry the agent's "
                     "own name"
                 )
-            if slot is not None and slot.mask >= 0 and slot.unwrap is None and "action_mask" in info:
-                self._put_mask(agent, slot, info["action_mask"])
-                info = {key: value for key, value in info.items() if key != "action_mask"}
+            if slot is not None and slot.mask >= 0 and slot.unwrap is None and MASK in info:
+                self._put_mask(agent, slot, info[MASK])
+                info = {key: value for key, value in info.items() if key != MASK}
             if info:
                 kept[str(agent)] = info
         return {"agent_infos": kept} if kept else {}
@@ -253,11 +252,11 @@ def _layout_of(
     unwraps: dict[str, Callable[[Any], Any]] = {}
     for name, agents in groups.items():
         space, action_space = observation_spaces[agents[0]], specs.action_spaces[agents[0]]
-        if isinstance(action_space, spaces.Discrete):
-            mask_shapes[name] = (int(action_space.n),)
-        if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
-            mask_shapes[name] = tuple(space["action_mask"].shape or ())
-            rest = {key: one for key, one in space.items() if key != "action_mask"}
+        if length := mask_length(action_space):
+            mask_shapes[name] = (length,)
+        if isinstance(space, spaces.Dict) and MASK in space.spaces:
+            mask_shapes[name] = tuple(space[MASK].shape or ())
+            rest = {key: one for key, one in space.items() if key != MASK}
             unwraps[name] = itemgetter("observation") if list(rest) == ["observation"] else _without_mask
             space = rest["observation"] if list(rest) == ["observation"] else spaces.Dict(rest)
         by_group[name] = space
@@ -273,7 +272,7 @@ def _layout_of(
 
 
 def _without_mask(obs: Any) -> Any:
-    return {key: value for key, value in obs.items() if key != "action_mask"}
+    return {key: value for key, value in obs.items() if key != MASK}
 
 
 def _slots_of(layout: AgentLayout, unwraps: Mapping[str, Callable[[Any], Any]], *, shows_more: bool) -> _Slots:

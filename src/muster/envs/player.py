@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
 from muster.envs.adapt import Adapter
 from muster.envs.agents import AgentsEnv
 from muster.envs.layout import HAS_MASKS, MASKS
+from muster.spaces.masks import MASK, mask_length, obey
 from muster.spaces.tree import tree
 
 _FEWEST_ROWS = 3
@@ -63,19 +63,18 @@ class RandomPlayer:
         return stepped
 
     def _act_of_one(self) -> Any:
-        mask: Any = self._seen[1].get("action_mask") if isinstance(self._seen[1], dict) else None
-        if isinstance(self._actions, spaces.Discrete) and np.shape(mask) == (self._actions.n,) and np.any(mask):
-            return self._actions.sample(mask=np.asarray(mask, np.bool_).astype(np.int8))
-        return self._actions.sample()
+        drawn = self._actions.sample()
+        for seen in self._seen if mask_length(self._actions) else ():
+            if isinstance(seen, dict) and MASK in seen:
+                return obey(np.array(drawn), self._actions, seen[MASK], self._draw)[()]
+        return drawn
 
     def _act_of_agents(self) -> Any:
         (actions,) = iterate(self._actions, self._actions.sample())  # of a batch of one env
         layout, row = self._env.layout, self._seen[0]
         for group, mask in zip(layout.mask_shapes, row[MASKS], strict=True) if row[HAS_MASKS][0] else ():
-            space = layout.action_spaces[group]
-            if isinstance(space, spaces.Discrete) and mask.ndim == 2:
-                for agent in np.flatnonzero(~mask[range(len(mask)), actions[group] - space.start]):
-                    actions[group][agent] = space.start + self._draw.choice(np.flatnonzero(mask[agent]))
+            if mask_length(layout.action_spaces[group]):
+                obey(actions[group], layout.action_spaces[group], mask, self._draw)
         return actions
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from muster.envs.dm_env import DISCOUNTS
 from muster.errors import ConfigError, UsageError
-from muster.rollout.fields import Array, Field, Key
+from muster.rollout.fields import Array, Field, Key, describe
+from muster.spaces.masks import MASK, unusable
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.overrides import is_replaced
 from muster.vector.vector_env import VectorEnv
@@ -50,16 +51,17 @@ class EnvSide(ABC):
     has_discounts: whether rewards come with a field of discounts: those of dm_env's envs do.
     fields_known: False until the first reset, whose infos may bring a field.
     masks: for each action field the index of the observation field ``[n]``, of agents ``[A, n]``, that says which of n
-        choices are allowed; None where there is none.
+        choices are allowed, and the action space of one agent; None where there is none.
     """
 
     observation_fields: list[Field]
     reward_fields: list[Field]
     action_fields: list[Field]
     action_spaces: list[spaces.Space[Any]]
-    masks: list[int | None]
+    masks: list[tuple[int, spaces.Space[Any]] | None]
     fields_known = True
     has_agents = False  # whether these are multi-agent envs
+    _obeys = False  # whether somebody acts by the masks
 
     def __init__(self, envs: Any) -> None:
         self.envs = envs
@@ -106,6 +108,16 @@ class EnvSide(ABC):
 
     @abstractmethod
     def _joined(self, actions: Sequence[Array]) -> Any: ...
+
+    def obey_masks(self) -> None:
+        """Refuses masks that fit no action from now on, by a SpecMismatch: somebody asks for masks, to act by them."""
+        self._obeys = True
+        known = [masked[0] for masked in self.masks if masked is not None]
+        for at, field in enumerate(self.observation_fields):
+            if MASK in field.key and at not in known:
+                space = self.envs.single_action_space
+                space = space[field.key[0]] if self.has_agents else space
+                raise unusable(np.zeros(field.shape), space, of=f"the observation's {describe(field.key)}")
 
     def cast_observations(self, dtype: np.dtype[Any]) -> None:
         """Gives observations of floating-point numbers this dtype, in which they are written into a batch."""

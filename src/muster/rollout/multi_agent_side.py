@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 from torch import Tensor
 
 from muster.errors import SpecMismatch
 from muster.rollout.env_side import EnvSide, discounts
 from muster.rollout.fields import Array, Field, FieldTree, Key, flat
+from muster.spaces.masks import MASK, mask_length, unusable
 from muster.spaces.stacking import stacked_space
 from muster.vector.multi_agent import MultiAgentVectorEnv
 
@@ -57,10 +57,12 @@ class MultiAgentEnvs(EnvSide):
         self.action_fields = [field for tree in self._action_trees.values() for field in tree.fields]
         self.action_spaces = [space for tree in self._action_trees.values() for space in tree.spaces]
         self._places = {field.key: i for i, field in enumerate(self.observation_fields)}
+        fitting = {g: space for g, space in acts.items() if envs.mask_shapes.get(g) == (mask_length(space),)}
         self.masks = [
-            self._places.get((field.key[0], "action_mask")) if isinstance(acts[field.key[0]], spaces.Discrete) else None
-            for field in self.action_fields
+            (self._places[g, MASK], fitting[g]) if g in fitting else None
+            for g, *_ in (f.key for f in self.action_fields)
         ]
+        self._maskless = {str(one): acts[g] for g, agents in envs.groups.items() if g not in fitting for one in agents}
 
     def policy_input(self, rows: Sequence[Any]) -> dict[str, Any]:
         """Observations ``[N, A, ...]`` by group, ``"shared"`` and ``"state"``."""
@@ -118,7 +120,11 @@ class MultiAgentEnvs(EnvSide):
         leaves = [leaf for group, tree in self._observation_trees.items() for leaf in tree.split(obs[group])]
         for name, tree in self._about_all.items():
             leaves += tree.split(infos[name] if name == "state" else obs[name])
-        masks = infos.get("action_mask", {})
+        masks = infos.get(MASK, {})
+        if self._obeys and self._maskless and "agent_infos" in infos:
+            for agent in self._maskless.keys() & infos["agent_infos"].keys():
+                if MASK in (told := infos["agent_infos"][agent]):
+                    raise unusable(told[MASK][0], self._maskless[agent], of=f"the action mask of {agent!r}")
         for group in self._sizes:
             leaves += [infos["alive"][group], infos["acting"][group]]
             if group in self._masked:

@@ -22,7 +22,7 @@ from muster.rollout.env_side import EnvSide
 from muster.rollout.fields import Array, Key, describe
 from muster.rollout.plain_modules import PlainModules, as_key
 from muster.rollout.storage import Storage
-from muster.spaces.masks import obey
+from muster.spaces.masks import mask_length, obey
 from muster.spaces.stacking import OneHot
 
 IS_INIT = ("is_init",)
@@ -42,6 +42,8 @@ class RandomActor:
     def begin(self, storage: Storage) -> None:
         """Works on `storage` from now on."""
         self._storage = storage
+        if any(map(mask_length, self._envs.action_spaces)):
+            self._envs.obey_masks()
         self._rows: list[Array] = []
         for field, space in zip(self._envs.action_fields, self._envs.action_spaces, strict=True):
             drawn = _draw(space, (storage.T, storage.N), self._rng).astype(field.dtype, copy=False)
@@ -50,11 +52,9 @@ class RandomActor:
 
     def act(self, t: int) -> list[Array]:
         """The actions of step t, one array ``[N, ...]`` for each action field; they are in the storage, too."""
-        for i, masked_by in enumerate(self._envs.masks):
-            if masked_by is not None:
-                actions, space = self._rows[i][t], self._envs.action_spaces[i]
-                assert isinstance(space, (spaces.Discrete, spaces.MultiDiscrete))
-                obey(actions, space.start, self._storage.observations[masked_by][t], self._rng)
+        for i, masked in enumerate(self._envs.masks):
+            if masked is not None:
+                actions = obey(self._rows[i][t], masked[1], self._storage.observations[masked[0]][t], self._rng)
                 self._storage.outputs[self._envs.action_fields[i].key][t] = torch.from_numpy(actions)
         return [rows[t] for rows in self._rows]
 
@@ -285,6 +285,8 @@ class PlainActor(PolicyActor):
     def _set_up(self) -> None:
         self._call = _called_by_group(self._policy, self._envs)
         self._names = _keywords_of(self._call, 2 if self._initial else 1)
+        if "masks" in self._names:
+            self._envs.obey_masks()
 
     def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
         arguments = [self._envs.policy_input(inputs)]

@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from torch import Tensor
 
 from muster.envs.adapt import with_torchrl
-from muster.errors import ConfigError
+from muster.errors import ConfigError, SpecMismatch
 from muster.pickling import MAKE_VEC, called_as
 from muster.rollout.env_side import EnvSide, discounts
 from muster.rollout.fields import Array, Field, FieldTree, Key, flat
 from muster.rollout.multi_agent_side import MultiAgentEnvs
-from muster.spaces.masks import MASK, usable
+from muster.spaces.masks import MASK, mask_length, unusable, usable
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
 
@@ -37,8 +36,8 @@ class SingleAgentEnvs(EnvSide):
     """A vector env with Gymnasium's API, Muster's or any other.
 
     Where an observation of a Dict space, or the infos of the first reset, hold an ``"action_mask"`` ``[n]`` of a
-    Discrete action space, the field ``("action_mask",)`` has it as bool: all True where the env gives none, or allows
-    nothing.
+    discrete action space, the field ``("action_mask",)`` has it as bool: all True where the env gives none, and in a
+    part of it that allows nothing.
     """
 
     _mask_at: int | None = None  # the number of the observation field with the masks
@@ -53,7 +52,7 @@ class SingleAgentEnvs(EnvSide):
         self.action_fields = self._action.fields
         self.action_spaces = self._action.spaces
         self.masks = [None] * len(self.action_fields)
-        self._choices = int(space.n) if isinstance(space := envs.single_action_space, spaces.Discrete) else 0
+        self._choices = mask_length(envs.single_action_space)
         named = [i for i, field in enumerate(self.observation_fields) if field.key[0] == MASK]
         self.fields_known = bool(named) or not self._choices
         if self._choices and [self.observation_fields[i][:2] for i in named] == [((MASK,), (self._choices,))]:
@@ -62,7 +61,7 @@ class SingleAgentEnvs(EnvSide):
     def have_masks(self, at: int) -> None:
         """Makes the observation field of this number that of masks, or adds it."""
         self.observation_fields[at : at + 1] = [Field((MASK,), (self._choices,), np.dtype(np.bool_))]
-        self.masks, self._mask_at = [at], at
+        self.masks, self._mask_at = [(at, self.envs.single_action_space)], at
 
     def policy_input(self, rows: Sequence[Any]) -> Any:
         """The tensor of the observation, or a dict or tuple of tensors."""
@@ -91,23 +90,39 @@ class SingleAgentEnvs(EnvSide):
         """Does nothing: the flags of the env are enough."""
 
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
-        if not self.fields_known:  # this is the first reset
-            self.fields_known, first = True, np.argmax(infos.get(f"_{MASK}", 1))
-            if isinstance(column := infos.get(MASK), np.ndarray) and np.shape(column[first]) == (self._choices,):
-                self.have_masks(len(self.observation_fields))
+        if MASK in infos and self._mask_at is None:
+            self._find_masks(infos)
+        self.fields_known = True
         leaves = self._observation.split(obs)
         return leaves if self._mask_at is None else self._with_masks(leaves, infos, len(leaves[0]))
+
+    def _find_masks(self, infos: dict[str, Any]) -> None:
+        """Adds the field of masks, where the first reset brings such. Others are refused where somebody obeys masks."""
+        column, space = infos[MASK], self.envs.single_action_space
+        first = column[np.argmax(infos.get(f"_{MASK}", 1))] if isinstance(column, np.ndarray) else column
+        try:
+            usable(first, space)
+            if self.fields_known:
+                raise unusable(first, space, expected="one from the first reset on, be it of ones alone")
+            self.have_masks(len(self.observation_fields))
+        except SpecMismatch:
+            if self._obeys:
+                raise
 
     def _with_masks(self, leaves: list[Array], infos: dict[str, Any], count: int, row: Any = ...) -> list[Array]:
         """The leaves of observations, with masks as bool, those of `row` among the `count` that `infos` are of."""
         if (at := self._mask_at) is None:
             return leaves
+        space = self.envs.single_action_space
         if at == len(leaves):
-            masks = np.ones((count, self._choices), np.bool_)
-            for i in np.flatnonzero(infos.get(f"_{MASK}", np.full(count, MASK in infos))).tolist():
-                masks[i] = infos[MASK][i]
+            masks, column = np.ones((count, self._choices), np.bool_), infos.get(MASK, np.ones((count, 0)))
+            if np.shape(column)[:1] != (count,):  # of a vector env that makes its infos itself
+                raise unusable(column, space, count)
+            there = np.flatnonzero(infos.get(f"_{MASK}", np.full(count, MASK in infos)))
+            masks[there] = usable(column[there], space, len(there)) if len(there) else True
             leaves.append(masks[row])
-        leaves[at] = usable(leaves[at])
+        else:
+            leaves[at] = usable(leaves[at], space, *np.shape(leaves[at])[:-1])
         return leaves
 
     def _rewards(self, rewards: Any, terminated: Array, infos: dict[str, Any]) -> list[Array]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from muster.errors import UsageError
 from muster.extras import imports_for
-from muster.spaces.masks import MASK, are_masks
+from muster.spaces.masks import MASK
 from muster.training.run_envs import RunEnvs
 from muster.training.run_folder import naming, write_named
 from muster.vector.vector_env import VectorEnv
@@ -88,9 +88,8 @@ def _frames(envs: RunEnvs, policy: Callable[..., Any], seed: int, max_steps: int
     state: list[Any] = []
     yield _rendered(envs)
     for _ in itertools.count() if max_steps is None else range(max_steps):
-        asked = {name: infos[key] for name, key in (("masks", MASK), ("alive", "alive")) if key in infos}
-        if isinstance(envs, VectorEnv) and not are_masks(asked.get("masks"), envs.single_action_space):
-            asked = {}
+        asks = (MASK,) if isinstance(envs, VectorEnv) else (MASK, "alive")
+        asked = {"masks" if key == MASK else key: infos[key] for key in asks if key in infos}
         found = policy(obs, *state, **asked)
         actions, *state = found if isinstance(found, tuple) else (found,)
         obs, _, terminated, truncated, infos = envs.step(actions)

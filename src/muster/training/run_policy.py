@@ -14,7 +14,7 @@ from gymnasium import spaces
 from muster.arguments import whole
 from muster.errors import SpecMismatch, printable
 from muster.extras import imports_for
-from muster.spaces.masks import MASK, are_masks, usable
+from muster.spaces.masks import MASK, mask_length
 from muster.training.plan import plan_of
 from muster.training.run_envs import RunEnvs, open_run_envs
 from muster.training.run_folder import reading
@@ -22,6 +22,7 @@ from muster.training.run_folder import reading
 with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
     import torch
 
+    from muster.algorithms.actor_critic import as_allowed
     from muster.algorithms.encoder import as_observation
     from muster.rollout.episodes import Episodes
     from muster.rollout.evaluation import STEPS_PER_EPISODE, evaluate
@@ -131,11 +132,9 @@ class RunPolicy:
 
     def _act_alone(self, obs: Any, state: Any, masks: Any) -> tuple[Any, Any]:
         rows, is_single = _rows(obs, self.observation_space)
-        if masks is None and isinstance(obs, Mapping) and are_masks(obs.get(MASK), self.action_space):
-            masks = obs[MASK]
-        allowed = _usable(masks, self.action_space)
-        if allowed is not None:
-            allowed = allowed.reshape(len(rows), -1)
+        if masks is None and isinstance(obs, Mapping):
+            masks = obs.get(MASK)
+        allowed = as_allowed(masks, self.action_space, len(rows))
         actions, after = self._act(rows, state, masks=allowed)
         return _as_given(actions[0] if is_single else actions, obs, self.action_space), after
 
@@ -153,9 +152,9 @@ class RunPolicy:
             )
         ((_, are_single),) = counts
         allowed = {
-            group: one.reshape(*rows[group].shape[:2], -1)
-            for group, space in self.action_space.items()
-            if (one := _usable(masks.get(group), space)) is not None
+            group: as_allowed(one, self.action_space.get(group), *rows[group].shape[:2])
+            for group, one in masks.items()
+            if one is not None
         }
         there = {group: torch.as_tensor(one).bool().reshape(rows[group].shape[:2]) for group, one in alive.items()}
         by_group, after = self._act(rows, state, masks=allowed, alive=there)
@@ -186,9 +185,9 @@ class RunPolicy:
                 raise SpecMismatch(
                     f"policy: expected observations of {space} of the agents {agents}: {error}."
                 ) from None
-            if isinstance(acts, spaces.Discrete):
-                everything = np.ones(int(acts.n), np.bool_)
-                checked: list[Any] = [mask if are_masks(mask, acts) else everything for mask in own_masks]
+            if any(mask is not None for mask in own_masks):
+                everything = np.ones(mask_length(acts), np.bool_)
+                checked: list[Any] = [everything if mask is None else as_allowed(mask, acts) for mask in own_masks]
                 allowed[group] = np.stack(checked)
         return rows, allowed, alive
 
@@ -231,14 +230,6 @@ def _stacked(seen: Sequence[Any], space: spaces.Space[Any]) -> Any:
 def _parts_of(space: Any) -> Mapping[Any, spaces.Space[Any]]:
     parts: Mapping[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
     return parts
-
-
-def _usable(masks: Any, space: spaces.Space[Any]) -> torch.Tensor | None:
-    """The masks of an action space as the policy takes them; None for spaces whose actions it does not mask."""
-    masks = masks.cpu() if isinstance(masks, torch.Tensor) else masks
-    if masks is not None and isinstance(space, spaces.Discrete) and not are_masks(masks, space):
-        raise SpecMismatch(f"policy: expected masks [..., {space.n}], got shape {list(np.shape(masks))}.")
-    return torch.from_numpy(usable(masks)) if are_masks(masks, space) else None
 
 
 def _rows(obs: Any, space: spaces.Space[Any], *agents: int) -> tuple[Any, bool]:

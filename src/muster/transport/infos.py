@@ -100,14 +100,18 @@ class InfoColumns:
             return info
         return self._decode(self._columns(int(self._host_of[env]), schema), env, which, objects)
 
-    def latest(self, ids: Array, key: str) -> dict[int, Array]:
-        """The arrays under `key` in the last infos of the envs `ids`, by env; none of these owes an answer."""
-        found = {}
+    def latest(self, ids: Array, key: str) -> dict[int, Array | None]:
+        """What lies under `key` in the last infos of the envs `ids`, by env; none of these owes an answer.
+
+        None for what the mail has carried, since it is no array or number.
+        """
+        found: dict[int, Array | None] = {}
         for env in ids[self._last_schemas[ids] >= InfoSchema.FIRST].tolist():
             known, at = self._schemas[self._host_of[env]], self._last_schemas[env] - InfoSchema.FIRST
             for column in known[at] if at < len(known) else ():  # those of a worker that died are forgotten
-                if column[0] == key and column[1] == InfoKind.ARRAY:
-                    found[env] = self._column(column, InfoRow.STEP)[env]
+                if column[0] == key:
+                    sent = column[1] in (InfoKind.DICT, InfoKind.OBJECT)
+                    found[env] = None if sent else self._column(column, InfoRow.STEP)[env]
         return found
 
     def _plan(self, ids: Array, schemas: Array) -> ReadPlan:

@@ -19,7 +19,7 @@ from muster.envs.groups import Agent
 from muster.errors import CannotTravel, EnvError
 from muster.introspection import caller_stacklevel
 from muster.spaces.compare import handed_out
-from muster.spaces.masks import obey
+from muster.spaces.masks import obey, usable
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, merge
 from muster.vector.parts import Assembled
@@ -109,10 +109,11 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         ids, actions = self._backend.settled(), self.action_space.sample()
         rows = self._backend.obs_again(ids, copies=False)
         for group, masks in zip(self._layout.mask_shapes, rows[layout.MASKS], strict=True):
-            space = self._layout.action_spaces[group]
-            if isinstance(space, spaces.Discrete) and masks.shape[2:] == (space.n,) and rows[layout.HAS_MASKS].any():
+            if rows[layout.HAS_MASKS].any():
+                space = self._layout.action_spaces[group]
+                allowed = usable(masks, space, *masks.shape[:2], of=f"the action mask of {group!r}")
                 own, rng = actions[group], self.action_space[group].np_random
-                own[ids] = obey(own[ids], space.start, masks, rng)
+                own[ids] = obey(own[ids], space, allowed, rng)
         return actions
 
     @property

@@ -8,20 +8,22 @@ import numpy as np
 from gymnasium import spaces
 
 from muster.backends.base import Backend
-from muster.spaces.masks import MASK, obey
+from muster.spaces.masks import MASK, obey, usable
 from muster.transport.infos import InfoColumns
 
 
 def sample_actions(envs: Any, backend: Backend, columns: InfoColumns) -> Any:
     """Random actions for a `VectorEnv`, see there. columns: those of its infos."""
-    actions, space, seen = envs.action_space.sample(), envs.single_action_space, envs.single_observation_space
-    if isinstance(space, spaces.Discrete):
-        ids = backend.settled()
-        if isinstance(seen, spaces.Dict) and MASK in seen.spaces:
-            last = dict(zip(ids.tolist(), backend.obs_again(ids, copies=False)[MASK], strict=True))
-        else:
-            last = columns.latest(ids, MASK)
-        masks = {env: mask for env, mask in last.items() if np.shape(mask) == (space.n,)}
-        if rows := [*masks]:
-            actions[rows] = obey(actions[rows], space.start, [*masks.values()], envs.action_space.np_random)
+    actions: Any = envs.action_space.sample()
+    space, seen = envs.single_action_space, envs.single_observation_space
+    last: dict[int, Any]
+    ids = backend.settled()
+    if isinstance(seen, spaces.Dict) and MASK in seen.spaces:
+        rows = backend.obs_again(ids, copies=False)[MASK]
+        last = dict(zip(ids.tolist(), rows if isinstance(rows, np.ndarray) else [rows] * len(ids), strict=True))
+    else:
+        last = columns.latest(ids, MASK)
+    masks = [usable(mask, space, of=f"the action mask of env {env}") for env, mask in last.items()]
+    if masks:
+        actions[[*last]] = obey(actions[[*last]], space, masks, envs.action_space.np_random)
     return actions
