@@ -139,6 +139,8 @@ class ReplicaPool:
         """Starts all, and begins their first episodes. The arguments: as of `reset`. Raises SpecMismatch."""
         count = len(self._collectors)
         judge = MemoryPlan(count, count, "error", min(usable_cores(), count)).accepts
+        for plan, seed in zip(self._plans, seeds, strict=True):
+            plan.seed(seed)
         self._pool.start(judge if count > 1 else None)
         for plan in self._plans:
             plan.big.clear()  # the pool has stored them
