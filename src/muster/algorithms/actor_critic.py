@@ -247,29 +247,38 @@ class Explorer(nn.Module):
     It may be copied to other processes; steps, which a message names, follow there as weights and statistics do.
 
     steps: env steps after which it acts.  initial_state: of collectors, where the policy has memory.
+    takes_rng: whether it draws from `rng` alone, where it is called with one: networks of users may have dropout.
     """
 
-    def __init__(self, policy: Any, observations: ObservationNormalizer | None, learning_rate: float) -> None:
+    def __init__(
+        self, policy: Any, observations: ObservationNormalizer | None, learning_rate: float, *, takes_rng: bool = False
+    ) -> None:
         super().__init__()
-        self.policy, self.observations = policy, observations
+        self.policy, self.observations, self.takes_rng = policy, observations, takes_rng
         self.steps, self.learning_rate = 0, learning_rate
         self.initial_state = Network(policy, observations).initial_state
 
-    def forward(self, obs: Tensor, state: Mapping[Any, Tensor] | None = None, *, masks: Tensor | None = None) -> Any:
+    def forward(
+        self, obs: Tensor, state: Mapping[Any, Tensor] | None = None, *,
+        masks: Tensor | None = None, rng: torch.Generator | None = None,
+    ) -> Any:  # fmt: skip
         """What `explore` gives; its outputs alone without memory."""
-        outputs, after = self.explore(obs, state, masks=masks)
+        outputs, after = self.explore(obs, state, masks=masks, rng=rng)
         return outputs if after is None else (outputs, after)
 
     def explore(
-        self, obs: Tensor, state: Mapping[Any, Tensor] | None, *, masks: Tensor | None
-    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:
+        self, obs: Tensor, state: Mapping[Any, Tensor] | None, *,
+        masks: Tensor | None, rng: torch.Generator | None = None,
+    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:  # fmt: skip
         """Drawn actions [B, K] for observations [B, *obs_shape], CHOSEN, and as the env wants them, "action".
 
         state: the memory before the step; that after it is returned besides, None without.  masks: allowed choices, as
-        for `ActorCritic`. Raises TrainingDiverged for actions that are not finite.
+        for `ActorCritic`.  rng: None for torch's global generator. Raises TrainingDiverged for
+        actions that are not finite.
         """
         memory = None if state is None else state[MEMORY]
-        chosen, after = Network(self.policy, self.observations).choose(as_observation(obs), masks, memory, sample=True)
+        network = Network(self.policy, self.observations)
+        chosen, after = network.choose(as_observation(obs), masks, memory, sample=True, rng=rng)
         if chosen.is_floating_point() and not chosen.isfinite().all():
             raise TrainingDiverged(
                 f"PPO diverged: after step {self.steps} the policy's actions are not finite, and were not sent. Lower "
@@ -318,11 +327,13 @@ class Network(NamedTuple):
         return actions, None if after is None else {MEMORY: after}
 
     def choose(
-        self, obs: Tensor, masks: Tensor | None, memory: Tensor | None, *, sample: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, obs: Tensor, masks: Tensor | None, memory: Tensor | None, *,
+        sample: bool, rng: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Actions [B, K] for observations [B, *obs_shape], and the memory after the step."""
         params, after = self.policy.decide(as_seen(obs, self.statistics), masks, memory)
-        return (self.policy.head.sample(params) if sample else self.policy.head.mode(params)), after
+        head, drawn_by = self.policy.head, () if rng is None else (rng,)
+        return (head.sample(params, *drawn_by) if sample else head.mode(params)), after
 
 
 def as_allowed(masks: Any, space: gym.Space[Any], *lead: int) -> Tensor | None:

@@ -20,6 +20,7 @@ from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.ppo_config import POLICIES, PPOConfig
 from muster.errors import UsageError
 from muster.introspection import type_name
+from muster.nn.turns import generators_kept
 from muster.recipes.named import callable_named
 
 
@@ -113,7 +114,7 @@ def policy_of(
         if policy is None and config.policy in POLICIES:
             return ActorCritic(observation_space, action_space, rng, judges=judges, **config.network)
         policy = callable_named(config.policy) if policy is None else policy
-        with torch.random.fork_rng([]):  # a function draws weights from torch's global generator
+        with generators_kept():  # a function draws weights from torch's global generator
             torch.manual_seed(rng.initial_seed())
             if not isinstance(policy, nn.Module):
                 policy = policy(observation_space, action_space)

@@ -105,10 +105,11 @@ class AgentsPolicy(nn.Module):
 
 
 class AgentsExplorer(nn.Module):
-    """What acts while MAPPO collects: an explorer for each team."""
+    """What acts while MAPPO collects: an explorer for each team. takes_rng: as of `Explorer`."""
 
-    def __init__(self, networks: Networks, learning_rate: float) -> None:
+    def __init__(self, networks: Networks, learning_rate: float, *, takes_rng: bool = False) -> None:
         super().__init__()
+        self.takes_rng = takes_rng
         self.teams = list(networks.teams)
         self.explorers: Any = nn.ModuleList(Explorer(*one, learning_rate) for one in networks.networks)
         self.steps = 0  # env steps after which it acts
@@ -121,11 +122,12 @@ class AgentsExplorer(nn.Module):
         *,
         masks: Mapping[str, Tensor],
         alive: Mapping[str, Tensor],
+        rng: torch.Generator | None = None,
     ) -> Any:
         """What `Explorer` gives, by group, for observations [N, A, *obs_shape] and masks [N, A, n] by group."""
         for explorer in self.explorers:
             explorer.steps = self.steps
-        explorations = [explorer.explore for explorer in self.explorers]
+        explorations = [partial(explorer.explore, rng=rng) for explorer in self.explorers]
         outputs, after = _by_team(self.teams, explorations, obs, state, masks, alive)
         return outputs if after is None else (outputs, after)
 

@@ -20,6 +20,7 @@ from muster.doctor.measure import make_envs
 from muster.errors import SpecMismatch, WrongType
 from muster.hosts.trial import Reporter
 from muster.introspection import type_name
+from muster.nn.turns import generators_kept
 from muster.recipes.recipe import Recipe
 from muster.rollout.collector import Collector
 from muster.rollout.env_side import EnvSide
@@ -130,8 +131,7 @@ def _outputs_of(policy: Any, observed: bytes) -> dict[str, Tensor]:
         array[0] = rows
     kind = TensorDictActor if is_tensordict_policy(policy) else PlainActor
     device = place(policy, None)
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(cuda), torch.no_grad():
+    with generators_kept(device), torch.no_grad():
         torch.manual_seed(0)
         actor = kind(policy, side, slice(0, envs.num_envs), device, {})
         actor.begin(storage)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from muster.nn.turns import generators_kept
+
 Net = Any  # a MultiAgentNet; nothing of it is needed here but that its layers are in `net`
 
 
@@ -69,7 +71,7 @@ def take_size_from_input(net: Net, make: Callable[[int], Net], axis: int) -> Non
     They remain the same objects then: optimizers and losses may already have them.  make, axis: see `LazyInputs`;
     ``net`` is what ``make(1)`` returns.
     """
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         larger = make(2)
     found = None
     for (path, part), other in zip(net.named_modules(), larger.modules(), strict=True):

@@ -6,13 +6,14 @@ import contextlib
 import math
 import os
 import pickle
+import secrets
 import socket
 import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from muster.errors import CannotTravel, EnvError, MusterError, WorkerDied, WorkerError, WorkerName, WorkerTimeout
@@ -28,7 +29,7 @@ from muster.pool.worker import main
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stacks, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, watched_s
-from muster.worker_info import WorkerInfo
+from muster.worker_info import SEED_BITS, WorkerInfo
 
 # A worker's pid and pidfd, and the pipe that its exit code will come by; None where it is a child of this process.
 Started = tuple[int, int, int | None]
@@ -43,7 +44,7 @@ class Plan:
     """What one place holds.
 
     content: what its resident is built from; sent as a pickle, and under fork inherited as it is.
-    info: what the worker sees of itself; the pool adds the seed.
+    info: what the worker sees of itself; the pool adds the seed, unless its owner has.
     envs: those that messages name.  parts: the number of those that the resident closes one after the other.
     big, fds: the memory of big arrays, and the file descriptors, that belong to the content's pickle.
     """
@@ -54,6 +55,18 @@ class Plan:
     parts: int = 1
     big: list[pickle.PickleBuffer] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
+
+    def next_info(self) -> WorkerInfo:
+        """What the next worker in this place sees of itself.
+
+        Without a seed of its owner's it draws other random numbers than its predecessor, which might end it in the same
+        way.
+        """
+        return replace(self.info, seed=secrets.randbits(SEED_BITS)) if self.info.seed is None else self.info
+
+    def seed(self, seed: int | None) -> None:
+        """Has the next worker in this place derive its global generators from `seed`; None: from one of the pool's."""
+        self.info = replace(self.info, seed=None if seed is None else seed % 2**SEED_BITS)
 
 
 @dataclass

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +50,6 @@ from muster.pool.worker_process import Poller, close_own, own
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, frame, watched_s
 from muster.transport.mail import dumps
-from muster.worker_info import SEED_BITS
 
 # Each stands before its content, which was sealed once for several places.
 _HEADS = {kind: frame(dumps(kind())) for kind in (Post, Question)}
@@ -145,7 +143,7 @@ class Pool(BasePool[Place]):
         for index, (plan, data) in enumerate(zip(self.plans, pickles, strict=True)):
             order = StartOrder(
                 self._resident,
-                dataclasses.replace(plan.info, seed=secrets.randbits(SEED_BITS)),
+                plan.next_info(),
                 options.threads,
                 plan=data,
                 set_up=set_up,
@@ -192,8 +190,7 @@ class Pool(BasePool[Place]):
         """The order for a place, and the fds to send with it. content: another than that of the place's plan."""
         order = self._starting.orders[index]
         if content is not None:
-            # Other random numbers than its predecessor's, which might end it in the same way.
-            info = dataclasses.replace(order.info, seed=secrets.randbits(SEED_BITS))
+            info = self.plans[index].next_info()
             order = dataclasses.replace(order, plan=content, info=info, is_judged=False, awaits_build=False)
         if self._starting.inheritance is None:
             return order, []

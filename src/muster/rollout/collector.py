@@ -13,7 +13,8 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from muster.arguments import explains_keywords
 from muster.errors import ConfigError
+from muster.nn.turns import generators_kept, turn
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.fields import Array, Field, Key
 from muster.rollout.policies import (
@@ -68,7 +70,9 @@ class Collector(BatchSource):
     device: sets both of the next two, where they are None.
     policy_device: where the policy computes: it is moved there; None: it stays where it is.
     storing_device: where the batches lie that are returned; None: in memory.
-    seed: for envs, random actions and torch's generators while the policy acts. None leaves all as they are.
+    seed: for envs, random actions and torch's generators while the policy acts. None leaves all as they are. Torch's
+        are the process's: collectors in several threads take turns, batch by batch, and draw as they do alone, where
+        each has a seed; what other code draws from them meanwhile is neither its own nor the collector's.
     overlap: steps one half of the envs while the policy computes for the other.
     init_random_frames: so many frames have random actions before the policy acts. The policy is called once at the
         start, to find its outputs: batches of random frames have their keys, with zeros.
@@ -149,7 +153,7 @@ class Collector(BatchSource):
         self.policy = policy_factory() if policy_factory is not None else policy
         self._policy_device = place(self.policy, device if policy_device is None else policy_device)
         self._rng = np.random.default_rng(None if seed is None else np.random.SeedSequence(seed, spawn_key=(0,)))
-        self._torch_state = None if seed is None else _torch_states(seed, self._policy_device)
+        self._generators = [] if seed is None else _generators(seed, self._policy_device)
         self._version, self.acting_version = np.ones(1, np.int64), 1
         self._updating = threading.Lock()
         self._acts = False
@@ -173,6 +177,9 @@ class Collector(BatchSource):
             self._envs.cast_observations(self._dtype)
         self.steps_per_batch = math.ceil(frames_per_batch / self._envs.num_envs)
         self._stepping = Stepping(self._envs, overlap=overlap, max_frames_per_traj=max_frames_per_traj)
+        # Envs in this process may draw from torch's global generators, too.
+        takes_rng = bool(self._generators) and getattr(self.policy, "takes_rng", False)
+        self._draws_apart = takes_rng and not self._envs.are_stepped_here()
         self._random = RandomActor(self._envs, self._rng)
         self._actors = [self._actor(part) for part in self._stepping.parts]
         self._count_envs(self._envs.num_envs)
@@ -236,16 +243,17 @@ class Collector(BatchSource):
 
     def _trial_outputs(self) -> dict[Key, Tensor]:
         """The policy's outputs ``[1, N, ...]``, found by acting once on the envs' observations; no env is stepped."""
-        cuda = [self._policy_device] if self._policy_device.type == "cuda" else []
-        with torch.random.fork_rng(cuda), self._acting():
+        kept = [one.get_state() for one in self._generators]
+        with generators_kept(self._policy_device), self._acting():
             rows = self._stepping.start(self._actors, self._env_seeds())
             trial = self._new_storage(1)
             for first, row in zip(trial.observations_before(0), rows, strict=True):
                 first[:] = row
-            actor, kept = self._actor(slice(0, self._envs.num_envs)), self._torch_state
+            actor = self._actor(slice(0, self._envs.num_envs))
             actor.begin(trial)
             actor.act(0)
-        self._torch_state = kept
+        for one, state in zip(self._generators, kept, strict=True):
+            one.set_state(state)
         return trial.outputs
 
     @property
@@ -294,8 +302,8 @@ class Collector(BatchSource):
     def state_dict(self) -> dict[str, Any]:
         """Counters, generators and the policy's weights. Envs have no state to save: they will start new episodes."""
         state = {**self._counters(), "action_rng": self._rng.bit_generator.state}
-        if self._torch_state is not None:
-            state["torch_rng"] = list(self._torch_state)
+        if self._generators:
+            state["torch_rng"] = [one.get_state() for one in self._generators]
         if (module := module_of(self.policy)) is not None:
             state["policy"] = module.state_dict()
         return state
@@ -304,11 +312,9 @@ class Collector(BatchSource):
         """Goes on from `state`, which `state_dict` returned, in new episodes with seeds of their own."""
         self._load_counters(state)
         self._rng.bit_generator.state = state["action_rng"]
-        if self._torch_state is not None and "torch_rng" in state:
-            # A state of another device has fewer or more of them: those that it lacks stay as seeded.
-            saved = state["torch_rng"]
-            self._torch_state = [*saved, *self._torch_state[len(saved) :]][: len(self._torch_state)]
-            torch.Generator().set_state(self._torch_state[0])  # refuses what is none
+        # A state of another device has fewer or more of them: those that it lacks stay as seeded.
+        for one, saved in zip(self._generators, state.get("torch_rng", ()), strict=False):
+            one.set_state(saved)
         with self._updating:
             self._version[0], self._staged = self.policy_version + 1, None
             if (module := module_of(self.policy)) is not None and "policy" in state:
@@ -324,8 +330,11 @@ class Collector(BatchSource):
     def _actor(self, part: slice) -> Actor:
         if self.policy is None:
             return self._random
-        kind = TensorDictActor if is_tensordict_policy(self.policy) else PlainActor
-        return kind(self.policy, self._envs, part, self._policy_device, self._initial_state)
+        policy: Any = self.policy
+        kind = TensorDictActor if is_tensordict_policy(policy) else PlainActor
+        if self._draws_apart:
+            policy = partial(policy.forward, rng=self._generators[-1])
+        return kind(policy, self._envs, part, self._policy_device, self._initial_state)
 
     def _env_seeds(self) -> list[int] | None:
         """Seeds for the envs' first reset, and for the first one after `load_state_dict`; None without `seed`."""
@@ -361,29 +370,31 @@ class Collector(BatchSource):
 
     @contextmanager
     def _acting(self) -> Iterator[None]:
-        with self._generators(), torch.no_grad(), set_interaction_type(self._exploration):
+        with self._drawing(), torch.no_grad(), set_interaction_type(self._exploration):
             yield
 
     @contextmanager
-    def _generators(self) -> Iterator[None]:
+    def _drawing(self) -> Iterator[None]:
         """Sets torch's global generators to the collector's states while the policy acts, then back to the caller's."""
-        if self._torch_state is None:
-            yield
+        if self._draws_apart or not self._generators:
+            # The kind of interaction is the process's, too.
+            with turn() if is_tensordict_policy(self.policy) else nullcontext():
+                yield
             return
-        cuda = [self._policy_device] if self._policy_device.type == "cuda" else []
-        with torch.random.fork_rng(cuda):
-            torch.set_rng_state(self._torch_state[0])
-            for device, state in zip(cuda, self._torch_state[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+        own, cuda = self._generators, [self._policy_device] * (len(self._generators) - 1)
+        with generators_kept(self._policy_device):
+            torch.set_rng_state(own[0].get_state())
+            for device, one in zip(cuda, own[1:], strict=True):
+                torch.cuda.set_rng_state(one.get_state(), device)
             try:
                 yield
             finally:
-                self._torch_state = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
+                own[0].set_state(torch.get_rng_state())
+                for device, one in zip(cuda, own[1:], strict=True):
+                    one.set_state(torch.cuda.get_rng_state(device))
 
 
-def _torch_states(seed: int, device: torch.device) -> list[Tensor]:
+def _generators(seed: int, device: torch.device) -> list[torch.Generator]:
     words = np.random.SeedSequence(seed, spawn_key=(2,)).generate_state(2, np.uint64)
-    states = [torch.Generator().manual_seed(int(words[0])).get_state()]
-    if device.type == "cuda":
-        states.append(torch.Generator(device).manual_seed(int(words[1])).get_state())
-    return states
+    devices = [torch.device("cpu"), device] if device.type == "cuda" else [torch.device("cpu")]
+    return [torch.Generator(one).manual_seed(int(word)) for one, word in zip(devices, words, strict=False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -148,6 +149,10 @@ class EnvSide(ABC):
         """Waits for at least `min_envs` envs; returns the ids of all that are ready, int64 ``[n]``, and their steps."""
         ids, *result = self.envs.recv(min_envs, _copies=False)
         return ids, self._rows(*result)
+
+    def are_stepped_here(self) -> bool:
+        """Whether this process steps some of them, or may."""
+        return not self.takes_turns or os.getpid() in [one["pid"] for one in self.envs.stats()["workers"]]
 
     def drop_pending(self) -> None:
         """Drops the results that an error has left behind: nothing may be pending when envs are reset."""

@@ -84,6 +84,8 @@ class MultiCollector(BatchSource):
         the nodes of a Ray cluster, split between them in the order of their indices. Batches are those of home. A node
         that is lost is not waited for: its rows are masked until another is in its place, see `on_failure`.
     close_timeout: seconds that `shutdown` waits for each env's own ``close()``, see `make_vec`.
+    seed: as for `Collector`; also seeds the generators of `random`, NumPy and torch in each collector's process, before
+        `worker_init` is called.
 
     Other options are `Collector`'s. ``("collector", "policy_version")``, int64 ``[N, T]``, says which weights acted.
     Raises ConfigError, CannotTravel, what `make_vec` raises, and while collecting EnvError, CollectorError, WorkerDied,

@@ -85,6 +85,7 @@ class Fates(Hooks):
         self.reasons[place] = reason
         self.replaced[place] += 1
         seed = seed_after(self.seeds[place], self.replaced[place])
+        self._plans[place].seed(seed)
         again = SetAgain({env: self.attributes[env] for env in self._plans[place].envs})
         return Successor(self._plans[place].content, [again, Begin(seed)])
 

@@ -18,7 +18,7 @@ from muster.hosts.requests import Call, SetAgain, SetAttr
 from muster.pickling.main_module import Init
 from muster.pool.messages import Failed, Message
 from muster.pool.resources import own_memory_bytes
-from muster.pool.worker import Here
+from muster.pool.worker import Here, seed_globals
 from muster.rollout.beside_weights import apply_changes
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import collector_nouns
@@ -222,6 +222,9 @@ class Replica(RecipeResident):
             case Collect():
                 return self._collect(question)
             case Begin(seed):
+                # At first they are as the process has seeded them by the same seed, before `worker_init`.
+                if seed is not None and self._collector is not None:
+                    seed_globals([seed, self._here.info.worker_index])
                 self._collector = Collector(self._envs, self._policy, seed=seed, **self._plan.options)
                 return None
             case AskFields():

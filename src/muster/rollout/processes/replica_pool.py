@@ -138,6 +138,8 @@ class ReplicaPool:
     def start(self, seeds: Sequence[int | None], frames: int = 0) -> None:
         """Starts all, and begins their first episodes. The arguments: as of `reset`. Raises SpecMismatch."""
         count = len(self._collectors)
+        for plan, seed in zip(self._plans, seeds, strict=True):
+            plan.seed(seed)
         self._pool.start(MemoryPlan(count, count, "error", min(usable_cores(), count)) if count > 1 else None)
         for plan in self._plans:
             plan.big.clear()  # the pool has stored them
