@@ -59,10 +59,13 @@ class Plan:
     def next_info(self) -> WorkerInfo:
         """What the next worker in this place sees of itself.
 
-        Without a seed of its owner's it draws other random numbers than its predecessor, which might end it in the same
-        way.
+        It draws other random numbers than its predecessor, which might end it in the same way.
         """
-        return replace(self.info, seed=secrets.randbits(SEED_BITS)) if self.info.seed is None else self.info
+        info = self.info
+        if info.seed is None:
+            return replace(info, seed=secrets.randbits(SEED_BITS))
+        self.seed(info.seed + 1)
+        return info
 
     def seed(self, seed: int | None) -> None:
         """Has the next worker in this place derive its global generators from `seed`; None: from one of the pool's."""
