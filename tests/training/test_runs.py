@@ -21,7 +21,11 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.util import tensor_util
 
 from command import muster
+from muster import load_policy
+from muster import train as train_run
+from muster.errors import ConfigError
 from muster.training.run_folder import RunFolder
+from slow import slow
 
 
 def read_metrics(run: Path) -> list[dict[str, str]]:
@@ -80,6 +84,68 @@ def test_tensorboard_shows_what_the_csv_holds_by_the_names_of_cleanrl(tmp_path: 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a callback is lost
 @pytest.mark.timeout(60, method="thread")  # SIGALRM, which would be the other method's, interrupts the writing
+class Graded(gym.Wrapper):
+    """Reports a success where the pole stood for 20 steps, and the steps as score, of episodes that have ended."""
+
+    def step(self, action):
+        self.count += 1
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        over = terminated or truncated
+        return obs, reward, terminated, truncated, {"is_success": self.count >= 20, "score": self.count} if over else {}
+
+    def reset(self, **arguments):
+        self.count = 0
+        return self.env.reset(**arguments)
+
+
+def graded() -> gym.Env:
+    return Graded(gym.make("CartPole-v1"))
+
+
+@pytest.mark.parametrize("collectors", [(), *slow(("--num-collectors", "2"))], ids=["workers", "collectors"])
+def test_figures_of_last_infos_are_columns_charts_and_in_evaluations(tmp_path: Path, collectors: tuple[str, ...]):
+    run, size = tmp_path / "run", ("--num-envs", "4", "--num-steps", "32", *(collectors or ("--backend", "serial")))
+    env = f"{__file__}:graded"
+    result = muster(
+        "train", env, "--run-dir", str(run), "--total-steps", "256", *size, "--episode-info", "is_success", "score"
+    )
+    assert result.exit_code == 0, result.output
+    rows = read_metrics(run)
+    assert 0 < float(rows[-1]["success_rate"]) < 1
+    assert [row["score"] for row in rows] == [row["mean_length"] for row in rows]
+    rates = [value for _, value in seen_by_tensorboard(run, "rollout/success_rate")]
+    assert rates == pytest.approx([float(row["success_rate"]) for row in rows])
+    result = muster("eval", str(run), "--episodes", "3", "--trust")
+    assert re.search(r"success_rate +│ [01]", result.output), result.output
+    played = load_policy(run, trust=True).evaluate(3)
+    assert played.infos["score"].tolist() == played.lengths.tolist()
+    assert played.figures["success_rate"] == pytest.approx((played.lengths >= 20).mean())
+    result = muster("train", "--resume", str(run), "--total-steps", "384", "--trust", "--episode-info")
+    assert result.exit_code == 0, result.output
+    assert [row["score"] == "" for row in read_metrics(run)] == [False, False, True]
+
+
+def test_a_run_of_before_last_infos_were_read_goes_on_and_counts_them_from_there(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "256", "--episode-info", env=f"{__file__}:graded")
+    config, state = json.loads((run / "config.json").read_text()), torch.load(run / "checkpoint.pt")
+    del config["episode_info"], state["episodes"]["infos"]
+    (run / "config.json").write_text(json.dumps(config))
+    torch.save(state, run / "checkpoint.pt")
+    assert "success_rate" not in read_metrics(run)[0]
+    assert muster("train", "--resume", str(run), "--total-steps", "8192", "--trust").exit_code == 0
+    assert 0 <= float(read_metrics(run)[-1]["success_rate"]) <= 1
+
+
+@pytest.mark.parametrize("names", [["steps"], ["mean_return/a"], ["is_success", "success_rate"], ["seconds"]])
+def test_figures_have_columns_of_their_own(tmp_path: Path, names: list[str]):
+    result = muster("train", "CartPole-v1", "--run-dir", str(tmp_path / "run"), "--episode-info", *names)
+    assert result.exit_code == 2
+    assert "--episode-info must be names that no other column of metrics.csv has" in result.output
+    with pytest.raises(ConfigError, match="episode_info must be"):
+        train_run("CartPole-v1", run_dir=tmp_path / "run", episode_info=names[0] if len(names) == 1 else names)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_path: Path):
     losses = [f"losses/{name}" for name in "abc"]
     step = 0

@@ -37,7 +37,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 PARSER = Parser("muster train", (TrainOptions, RunOptions, MakeVecOptions, CollectorsOptions, PPOConfig, AgentsOptions))
 OPTIONS = [name for kind in PARSER.kinds for name in fields_of(kind)]
 OF_COMMAND = ("run_dir", "seeds", "resume", "resume_or_begin", "config", "trust")  # options that a file has not
-CHANGES = ("total_steps", "learning_rate")  # what PPO may do otherwise in a run that goes on
+CHANGES = ("total_steps", "learning_rate", "episode_info")  # what PPO may do otherwise in a run that goes on
 FOR_SEVERAL = ("num_workers", "caller_steps")  # options that one env alone cannot have
 OWN_VALUES = "The values below are the algorithms' own; `muster train ENV --help` shows those of that env's preset."
 

@@ -167,7 +167,8 @@ def evaluate_run(
         def show(ended: int, steps: int) -> None:
             status.update(f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken")
 
-        play = partial(evaluate, envs, policy, episodes=episodes, seed=seed, max_steps=most_steps, on_progress=show)
+        options: dict[str, Any] = {"episode_info": policy.plan.config.episode_info, "on_progress": show}
+        play = partial(evaluate, envs, policy, episodes=episodes, seed=seed, max_steps=most_steps, **options)
         played = _unless_stopped(play, console)
     if isinstance(played, signal.Signals):
         return played
@@ -183,6 +184,7 @@ def evaluate_run(
         "mean return": f"{returns.mean():,.1f}, deviation {returns.std():,.1f}",
         **{f"that of {escape(group)}": f"{played.returns[:, at].mean():,.1f}" for group, at in groups.items()},
         "lowest, highest": f"{returns.min():,.1f}, {returns.max():,.1f}",
+        **{escape(name): f"{mean:,.3g}" for name, mean in played.figures.items()},
         "mean length": f"{played.lengths.mean():,.1f} steps",
         "episodes": f"{ended}, seed {seed}, actions {actions}",
     }.items():
