@@ -15,7 +15,7 @@ from muster.arguments import fields_of
 from muster.command_line.command_options import TrainOptions
 from muster.command_line.parser import HELP, Parser, near
 from muster.errors import ConfigError
-from muster.extras import imports_for
+from muster.extras import imports_for, require
 from muster.recipes.named import absolute_name, find_here
 from muster.training import runs
 from muster.training.console import run_console
@@ -167,7 +167,13 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
         raise ConfigError("run_dir", f"left out with resume: {run} goes on in its own folder", str(options.run_dir))
     if not options.trust:
         plan.require_trust(run, *plan.run.log_functions)
-    made, collectors = makers_of({**plan.options, **plan.collectors, **values})
+    before = {**plan.options, **plan.collectors}
+    if "cluster" in values and values["cluster"] is None:  # what is of the cluster goes with it
+        before = {name: value for name, value in before.items() if name not in ("nodes", "working_dir")}
+    made, collectors = makers_of({**before, **values})
+    if "cluster" in collectors:
+        needing = "The run's collectors are on a Ray cluster; --cluster none goes on here, and there this machine needs"
+        require(needing, "muster-rl[ray]", "ray")
     besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
     changed = options_of(type(plan.config), {**config, **values})
     plan = replace(plan, config=changed, options=made, run=besides, collectors=collectors)
