@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -23,7 +25,8 @@ from tensorboard.util import tensor_util
 from command import muster
 from muster import load_policy
 from muster import train as train_run
-from muster.errors import ConfigError
+from muster.errors import ConfigError, UsageError
+from muster.training import run_folder
 from muster.training.run_folder import RunFolder
 from slow import slow
 
@@ -134,6 +137,64 @@ def test_a_run_of_before_last_infos_were_read_goes_on_and_counts_them_from_there
     assert "success_rate" not in read_metrics(run)[0]
     assert muster("train", "--resume", str(run), "--total-steps", "8192", "--trust").exit_code == 0
     assert 0 <= float(read_metrics(run)[-1]["success_rate"]) <= 1
+
+
+class Late(Graded):
+    """Reports its first success in the second rollout, whose row then has a column more."""
+
+    def step(self, action):
+        self.steps = getattr(self, "steps", 0) + 1
+        *result, info = super().step(action)
+        return *result, info if self.steps > 80 else {}
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_metrics_that_cannot_be_opened_end_no_run_and_keep_no_checkpoint_out(tmp_path: Path, comes_back: bool, capsys):
+    run, size = tmp_path / "run", {"num_envs": 1, "num_steps": 64, "num_minibatches": 1, "backend": "serial"}
+    metrics, aside, steps = run / "metrics.csv", run / "aside", []
+
+    def meddle(row):
+        steps.append(row["steps"])
+        if len(steps) == 1:
+            metrics.rename(aside)
+            metrics.mkdir()
+        if len(steps) == 4 and comes_back:
+            metrics.rmdir()
+            aside.rename(metrics)
+
+    def begin():
+        env = lambda: Late(gym.make("CartPole-v1"))  # noqa: E731
+        return train_run(env, run_dir=run, total_steps=384, checkpoint_every=64, callback=meddle, **size)
+
+    if comes_back:
+        begin()
+        assert steps_in(run) == steps
+    else:
+        with pytest.raises((OSError, UsageError), match=r"metrics\.csv"):
+            begin()
+    assert steps == [64, 128, 192, 256, 320, 384]
+    assert torch.load(run / "checkpoint.pt")["steps"] == 384
+    assert len(list((run / "checkpoints").iterdir())) == 6
+    assert capsys.readouterr().out.count("The training goes on, and tries again to save") == 1
+
+
+def test_a_new_column_whose_file_cannot_be_opened_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened, fails = run_folder.open_file, [True, True]
+
+    def open_file(run: Path, name: str, flags: int = os.O_RDONLY) -> int:
+        if name == "metrics.csv" and flags != os.O_RDONLY and fails and fails.pop():
+            raise PermissionError(errno.EACCES, "Permission denied", str(run / name))
+        return opened(run, name, flags)
+
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append_metrics({"steps": 1, "mean_return": 1.0})
+        monkeypatch.setattr(run_folder, "open_file", open_file)
+        for row in ({"steps": 2, "mean_return": 2.0, "score": 5.0}, {"steps": 3, "mean_return": 3.0, "score": 6.0}):
+            with pytest.raises(PermissionError):
+                folder.append_metrics(row)
+        folder.append_metrics({"steps": 4, "mean_return": 4.0, "score": 7.0})
+    assert steps_in(tmp_path / "run") == [1, 2, 3, 4]
+    assert [row["score"] for row in read_metrics(tmp_path / "run")] == ["", "5.0", "6.0", "7.0"]
 
 
 @pytest.mark.parametrize("names", [["steps"], ["mean_return/a"], ["is_success", "success_rate"], ["seconds"]])
