@@ -102,6 +102,14 @@ def test_a_bool_is_no_integer(call: Callable[[], Any]):
             "make_vec() got an unexpected keyword argument 'render_mode'. A keyword of the env itself is passed as "
             "env_kwargs={\"render_mode\": 'rgb_array'}.",
         ),
+        (
+            lambda: muster.make_vec("CartPole-v1", 4, cluster="ray"),
+            "'cluster'. Collectors have it: muster.MultiCollector(envs, policy, cluster=...). A keyword of the env",
+        ),
+        (
+            lambda: muster.Collector("CartPole-v1", frames_per_batch=8, num_collectors=2),
+            "Collectors have it: muster.MultiCollector(envs, policy, num_collectors=...). A keyword of the env",
+        ),
         (lambda: muster.make_vec("CartPole-v1", 4, num_worker=2), "Did you mean num_workers? A keyword of the env"),
         (lambda: muster.diagnose("CartPole-v1", gravity=2.0), 'passed as env_kwargs={"gravity": 2.0}.'),
         (lambda: sb3.make_vec_env("CartPole-v1", 2, gravity=2.0), 'make_vec_env() got an unexpected keyword argument'),

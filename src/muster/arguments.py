@@ -233,6 +233,8 @@ def explains_keywords(
                     written = place.format(f'{{"{keyword}": {reprlib.repr(kwargs[keyword])}}}')
                     near = difflib.get_close_matches(keyword, known, n=1, cutoff=0.75)
                     meant = f"Did you mean {near[0]}? " if near else ""
+                    if keyword in ("cluster", "num_collectors"):
+                        meant = f"Collectors have it: muster.MultiCollector(envs, policy, {keyword}=...). "
                     whose = "make_vec" if keyword in options else "the env itself"
                     raise WrongType(
                         f"{name}() got an unexpected keyword argument {keyword!r}. {meant}A keyword of {whose} is "

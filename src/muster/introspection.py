@@ -12,8 +12,9 @@ from typing import Any
 
 from muster.errors import RecipeError
 
-# TorchRL's metaclasses stand between the user and the classes derived from TorchRL's, Gymnasium's `close` calls ours.
-_NOT_THE_USERS = (__name__.partition(".")[0], "gymnasium", "torchrl", "abc")
+# TorchRL's metaclasses stand between the user and the classes derived from TorchRL's, Gymnasium's `close` calls ours,
+# and `torch.no_grad` the function that it decorates.
+_NOT_THE_USERS = (__name__.partition(".")[0], "gymnasium", "torchrl", "torch", "abc")
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -135,6 +135,22 @@ def test_collectors_at_home_and_on_two_nodes_leave_the_same_weights(folder: Path
         assert torch.equal(weights, left[2][name])
 
 
+def test_a_run_on_a_cluster_goes_on_here_where_there_is_no_ray(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    words = ("--num-envs", "2", "--num-steps", "16", "--num-minibatches", "1", "--run-dir", "r")
+    assert muster("train", "CartPole-v1", "--total-steps", "32", "--num-collectors", "1", *words).exit_code == 0
+    config = json.loads((folder / "r/config.json").read_text())
+    config["collectors"] |= {"cluster": "ray", "nodes": 2, "working_dir": "."}
+    (folder / "r/config.json").write_text(json.dumps(config))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    on = ("train", "--resume", "r", "--total-steps", "64", "--trust")
+    refused = muster(*on)
+    assert refused.exit_code == 1
+    assert "--cluster none goes on here" in refused.output
+    assert "needs Ray. Install it with: pip install 'muster-rl[ray]'" in refused.output
+    assert muster(*on, "--cluster", "none").exit_code == 0
+    assert "cluster" not in json.loads((folder / "r/config.json").read_text())["collectors"]
+
+
 def test_the_file_may_name_the_env(folder: Path):
     (folder / "run.toml").write_text('env = "CartPole-v1"\nkwargs = {sutton_barto_reward = true}\n')
     plan = training_order(("--config", "run.toml", "--num-workers", "auto")).plan

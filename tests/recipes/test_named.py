@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,50 @@ def test_an_id_that_a_file_registers_is_known_by_its_name(write: Callable[..., P
     assert env == "InFile-v0"
     with muster.make_vec(env, 2, backend=backend) as envs:
         envs.reset(seed=0)
+
+
+@pytest.mark.parametrize("name", ["named_by_vec:make_env", "named_by_vec:Own", "far/named_by_vec.py:make_env"])
+def test_make_vec_and_collectors_understand_names(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str
+):
+    path = write("far/named_by_vec.py")
+    monkeypatch.chdir(path.parent.parent)
+    monkeypatch.syspath_prepend(str(path.parent))
+    with muster.make_vec(name, 2, num_workers=1, env_kwargs={"size": 5}) as envs:
+        assert envs.reset(seed=0)[1]["size"].tolist() == [5, 5]
+    with muster.Collector(name, num_envs=1, frames_per_batch=4, make_vec_options={"backend": "serial"}) as collector:
+        assert collector.rollout().shape == (1, 4)
+
+
+def test_in_make_vec_the_name_of_an_id_is_an_id_first(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
+    path = write("far/both.py", ENV + '\ngym.register("Both", lambda: Own(7))\ndef Both():\n    return Own(8)\n')
+    monkeypatch.syspath_prepend(str(path.parent))
+    try:
+        for _ in range(2):  # before it is registered, and afterwards
+            with muster.make_vec("both:Both", 1, backend="serial") as envs:
+                assert envs.reset(seed=0)[1]["size"].tolist() == [7]
+    finally:
+        gym.registry.pop("Both", None)
+
+
+def test_a_class_of_the_script_has_a_name_for_make_vec(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules["__main__"], "own_env", lambda: gym.make("CartPole-v1"), raising=False)
+    with muster.make_vec("__main__:own_env", 1, backend="serial") as envs:
+        envs.reset(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("json:nothing", RecipeError, "module json has no 'nothing'. It has: "),
+        ("no_such_module:make", ModuleNotFoundError, "No module named 'no_such_module' for 'no_such_module:make'"),
+        ("nowhere/env.py:make", RecipeError, "there is no file"),
+        ("string:digits", RecipeError, "must be something that builds an env; it is text"),
+    ],
+)
+def test_make_vec_says_what_a_name_does_not_lead_to(name: str, error: type[Exception], said: str):
+    with pytest.raises(error, match=re.escape(said)):
+        muster.make_vec(name, 1)
 
 
 def test_ids_stay_as_they_are():

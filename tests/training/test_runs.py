@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -21,7 +23,12 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.util import tensor_util
 
 from command import muster
+from muster import load_policy
+from muster import train as train_run
+from muster.errors import ConfigError, UsageError
+from muster.training import run_folder
 from muster.training.run_folder import RunFolder
+from slow import slow
 
 
 def read_metrics(run: Path) -> list[dict[str, str]]:
@@ -80,6 +87,126 @@ def test_tensorboard_shows_what_the_csv_holds_by_the_names_of_cleanrl(tmp_path: 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a callback is lost
 @pytest.mark.timeout(60, method="thread")  # SIGALRM, which would be the other method's, interrupts the writing
+class Graded(gym.Wrapper):
+    """Reports a success where the pole stood for 20 steps, and the steps as score, of episodes that have ended."""
+
+    def step(self, action):
+        self.count += 1
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        over = terminated or truncated
+        return obs, reward, terminated, truncated, {"is_success": self.count >= 20, "score": self.count} if over else {}
+
+    def reset(self, **arguments):
+        self.count = 0
+        return self.env.reset(**arguments)
+
+
+def graded() -> gym.Env:
+    return Graded(gym.make("CartPole-v1"))
+
+
+@pytest.mark.parametrize("collectors", [(), *slow(("--num-collectors", "2"))], ids=["workers", "collectors"])
+def test_figures_of_last_infos_are_columns_charts_and_in_evaluations(tmp_path: Path, collectors: tuple[str, ...]):
+    run, size = tmp_path / "run", ("--num-envs", "4", "--num-steps", "32", *(collectors or ("--backend", "serial")))
+    env = f"{__file__}:graded"
+    result = muster(
+        "train", env, "--run-dir", str(run), "--total-steps", "256", *size, "--episode-info", "is_success", "score"
+    )
+    assert result.exit_code == 0, result.output
+    rows = read_metrics(run)
+    assert 0 < float(rows[-1]["success_rate"]) < 1
+    assert [row["score"] for row in rows] == [row["mean_length"] for row in rows]
+    rates = [value for _, value in seen_by_tensorboard(run, "rollout/success_rate")]
+    assert rates == pytest.approx([float(row["success_rate"]) for row in rows])
+    result = muster("eval", str(run), "--episodes", "3", "--trust")
+    assert re.search(r"success_rate +│ [01]", result.output), result.output
+    played = load_policy(run, trust=True).evaluate(3)
+    assert played.infos["score"].tolist() == played.lengths.tolist()
+    assert played.figures["success_rate"] == pytest.approx((played.lengths >= 20).mean())
+    result = muster("train", "--resume", str(run), "--total-steps", "384", "--trust", "--episode-info")
+    assert result.exit_code == 0, result.output
+    assert [row["score"] == "" for row in read_metrics(run)] == [False, False, True]
+
+
+def test_a_run_of_before_last_infos_were_read_goes_on_and_counts_them_from_there(tmp_path: Path):
+    run = train(tmp_path / "run", "--total-steps", "256", "--episode-info", env=f"{__file__}:graded")
+    config, state = json.loads((run / "config.json").read_text()), torch.load(run / "checkpoint.pt")
+    del config["episode_info"], state["episodes"]["infos"]
+    (run / "config.json").write_text(json.dumps(config))
+    torch.save(state, run / "checkpoint.pt")
+    assert "success_rate" not in read_metrics(run)[0]
+    assert muster("train", "--resume", str(run), "--total-steps", "8192", "--trust").exit_code == 0
+    assert 0 <= float(read_metrics(run)[-1]["success_rate"]) <= 1
+
+
+class Late(Graded):
+    """Reports its first success in the second rollout, whose row then has a column more."""
+
+    def step(self, action):
+        self.steps = getattr(self, "steps", 0) + 1
+        *result, info = super().step(action)
+        return *result, info if self.steps > 80 else {}
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_metrics_that_cannot_be_opened_end_no_run_and_keep_no_checkpoint_out(tmp_path: Path, comes_back: bool, capsys):
+    run, size = tmp_path / "run", {"num_envs": 1, "num_steps": 64, "num_minibatches": 1, "backend": "serial"}
+    metrics, aside, steps = run / "metrics.csv", run / "aside", []
+
+    def meddle(row):
+        steps.append(row["steps"])
+        if len(steps) == 1:
+            metrics.rename(aside)
+            metrics.mkdir()
+        if len(steps) == 4 and comes_back:
+            metrics.rmdir()
+            aside.rename(metrics)
+
+    def begin():
+        env = lambda: Late(gym.make("CartPole-v1"))  # noqa: E731
+        return train_run(env, run_dir=run, total_steps=384, checkpoint_every=64, callback=meddle, **size)
+
+    if comes_back:
+        begin()
+        assert steps_in(run) == steps
+    else:
+        with pytest.raises((OSError, UsageError), match=r"metrics\.csv"):
+            begin()
+    assert steps == [64, 128, 192, 256, 320, 384]
+    assert torch.load(run / "checkpoint.pt")["steps"] == 384
+    assert len(list((run / "checkpoints").iterdir())) == 6
+    assert capsys.readouterr().out.count("The training goes on, and tries again to save") == 1
+
+
+def test_a_new_column_whose_file_cannot_be_opened_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened, fails = run_folder.open_file, [True, True]
+
+    def open_file(run: Path, name: str, flags: int = os.O_RDONLY) -> int:
+        if name == "metrics.csv" and flags != os.O_RDONLY and fails and fails.pop():
+            raise PermissionError(errno.EACCES, "Permission denied", str(run / name))
+        return opened(run, name, flags)
+
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append_metrics({"steps": 1, "mean_return": 1.0})
+        monkeypatch.setattr(run_folder, "open_file", open_file)
+        for row in ({"steps": 2, "mean_return": 2.0, "score": 5.0}, {"steps": 3, "mean_return": 3.0, "score": 6.0}):
+            with pytest.raises(PermissionError):
+                folder.append_metrics(row)
+        folder.append_metrics({"steps": 4, "mean_return": 4.0, "score": 7.0})
+    assert steps_in(tmp_path / "run") == [1, 2, 3, 4]
+    assert [row["score"] for row in read_metrics(tmp_path / "run")] == ["", "5.0", "6.0", "7.0"]
+
+
+@pytest.mark.parametrize("names", [["steps"], ["mean_return/a"], ["is_success", "success_rate"], ["seconds"]])
+def test_figures_have_columns_of_their_own(tmp_path: Path, names: list[str]):
+    result = muster("train", "CartPole-v1", "--run-dir", str(tmp_path / "run"), "--episode-info", *names)
+    assert result.exit_code == 2
+    assert "--episode-info must be names that no other column of metrics.csv has" in result.output
+    with pytest.raises(ConfigError, match="episode_info must be"):
+        train_run("CartPole-v1", run_dir=tmp_path / "run", episode_info=names[0] if len(names) == 1 else names)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_path: Path):
     losses = [f"losses/{name}" for name in "abc"]
     step = 0

@@ -213,6 +213,58 @@ def test_make_vec_does_not_run_the_script_and_its_error_names_the_line_and_the_a
     assert said[2:] == ["More: docs/problems/script-set-up.md"] + ["[5.0, 0.0, 0.0]"] * 3
 
 
+REGISTERING = """
+import numpy as np
+import gymnasium as gym
+import registries
+import muster
+
+registries.add_resolver("double", lambda x: 2 * x)
+registries.start("other")
+
+class Resolving(gym.Env):
+    observation_space = gym.spaces.Box(0, 9, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, find):
+        self.find = find
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        raise AssertionError(self.find("double"))
+
+def tell(find):
+    with muster.make_vec(Resolving, 1, env_kwargs={"find": find}) as envs:
+        envs.reset()
+        try:
+            envs.call(lambda env, index: env.unwrapped.find("double"))
+        except muster.errors.EnvError as error:
+            print(*str(error).splitlines()[1:], flush=True)
+"""
+
+
+def test_what_the_script_registers_by_a_name_is_said_where_a_worker_lacks_it(run: RunScript, tmp_path: Path) -> None:
+    (tmp_path / "registries.py").write_text(
+        """
+RESOLVERS = {}
+class Unresolved(Exception): pass
+def add_resolver(name, function): RESOLVERS[name] = function
+def start(name): pass
+def by_key(name): return RESOLVERS[name]
+def by_its_own_error(name):
+    if name not in RESOLVERS: raise Unresolved(f"nobody has registered {name}")
+def otherwise(name): raise ValueError("the battery is empty")
+"""
+    )
+    code = "if __name__ == '__main__':\n    tell(registries.by_key), tell(registries.by_its_own_error)\n"
+    said = run(f"{code}    print('nothing')\n    tell(registries.otherwise)\n", head=REGISTERING)
+    line = 'train.py:7 sets up `registries.add_resolver("double", lambda x: 2 * x)`, ' + LACKS
+    assert [one.startswith(f'{line}worker_init="script"') for one in said[:2]] == [True, True], said
+    assert said[2:] == ["nothing", ""]
+
+
 MISSING = """
 import pickle, sys
 import muster

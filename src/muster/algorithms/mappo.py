@@ -101,7 +101,7 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
             figures[team.name] = TeamFigures(
                 team.group, self.episodes.mean_of(team.group), losses, rollout.explained_variance()
             )
-        return MAPPOMetrics(steps, self.episodes.summary(), figures, rates.learning_rate)
+        return MAPPOMetrics(steps, self.episodes.summary(), figures, rates.learning_rate, self.episodes.figures())
 
     @torch.no_grad()
     def collect_rollouts(self) -> dict[str, Rollout]:

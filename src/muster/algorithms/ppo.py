@@ -85,7 +85,8 @@ class PPO(OnPolicy[PPOMetrics]):
         rollout = self.collect_rollout()
         steps = self.collector.frames
         losses = self.learner.update(rollout, rates, steps)
-        return PPOMetrics(steps, self.episodes.summary(), losses, rollout.explained_variance(), rates.learning_rate)
+        variance, episodes = rollout.explained_variance(), self.episodes
+        return PPOMetrics(steps, episodes.summary(), losses, variance, rates.learning_rate, episodes.figures())
 
     @torch.no_grad()
     def collect_rollout(self) -> Rollout:

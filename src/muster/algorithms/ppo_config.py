@@ -72,6 +72,9 @@ class PPOConfig:
     log_std_init: float = option(
         0.0, "logarithm of continuous actions' deviation at the start, 1 being half their range", least=-20, most=20
     )
+    episode_info: tuple[str, ...] | None = option(
+        ("is_success",), "names of numbers and flags in episodes' last infos, whose means are reported; none: none"
+    )
     torch_threads: int = option(1, "of the learner; other cores are for the envs' workers", least=1, most=MOST_THREADS)
 
     @property

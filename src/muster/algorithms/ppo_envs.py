@@ -30,6 +30,7 @@ _INSTEAD = {
     "frames_per_batch": "PPOConfig(num_steps=...)",
     "total_frames": "PPOConfig(total_steps=...)",
     "seed": "PPOConfig(seed=...)",
+    "episode_info": "PPOConfig(episode_info=...)",
     "policy": "PPO(policy=...)",
     "max_frames_per_traj": "gymnasium.wrappers.TimeLimit among the wrappers",
     "num_workers": "num_collectors",
@@ -86,6 +87,7 @@ def collector_over(
 ) -> Collector | MultiCollector:
     """What collects PPO's rollouts, by an explorer that is the caller's own object, or by copies that follow it."""
     shared: dict[str, Any] = {"frames_per_batch": config.batch_size, "seed": seed, "compact": True}
+    shared["episode_info"] = config.episode_info
     if device.type != "cpu":
         shared["device"] = device
     if collectors is None:

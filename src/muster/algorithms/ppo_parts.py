@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from muster.algorithms.ppo_config import PPOConfig
 from muster.envs.groups import slots_of
 from muster.errors import TrainingDiverged
-from muster.rollout.episodes import Episodes
+from muster.rollout.episodes import Episodes, reported
 
 EPISODE_WINDOW = 100
 
@@ -167,6 +167,7 @@ class EpisodeWindow:
         self.returns: deque[float] = deque(maxlen=EPISODE_WINDOW)
         self.lengths: deque[int] = deque(maxlen=EPISODE_WINDOW)
         self.by_group: dict[str, deque[float]] = {name: deque(maxlen=EPISODE_WINDOW) for name in self._groups}
+        self.infos: dict[str, deque[float]] = {}
 
     def add(self, episodes: Episodes) -> None:
         """Adds the episodes that ended in a rollout."""
@@ -175,6 +176,9 @@ class EpisodeWindow:
         self.lengths.extend(episodes.lengths.tolist())
         for name, columns in self._groups.items():
             self.by_group[name].extend(episodes.returns[:, columns].mean(-1).tolist())
+        self.infos = {name: self.infos.get(name, deque(maxlen=EPISODE_WINDOW)) for name in episodes.infos}
+        for name, numbers in episodes.infos.items():
+            self.infos[name].extend(numbers[~np.isnan(numbers)].tolist())
 
     def mean_of(self, group: str) -> float:
         """The mean return of a group's agents; nan until an episode ends."""
@@ -187,9 +191,14 @@ class EpisodeWindow:
         mean_return, mean_length = np.mean(self.returns), np.mean(self.lengths)
         return EpisodeSummary(self.ended, float(mean_return), float(low), float(high), float(mean_length))
 
+    def figures(self) -> dict[str, float]:
+        """The means of ``episode_info``, each over the last 100 episodes that have it."""
+        return {reported(name): float(np.mean(numbers)) for name, numbers in self.infos.items() if numbers}
+
     def state_dict(self) -> dict[str, Any]:
         groups = {name: list(returns) for name, returns in self.by_group.items()}
-        return {"ended": self.ended, "returns": list(self.returns), "lengths": list(self.lengths), "groups": groups}
+        own = {"ended": self.ended, "returns": list(self.returns), "lengths": list(self.lengths), "groups": groups}
+        return {**own, "infos": {name: list(numbers) for name, numbers in self.infos.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.ended = int(state["ended"])
@@ -198,6 +207,8 @@ class EpisodeWindow:
         for name, returns in self.by_group.items():
             returns.clear()
             returns.extend(map(float, state["groups"][name]))
+        of = state.get("infos", {})  # older states have none
+        self.infos = {str(name): deque(map(float, numbers), EPISODE_WINDOW) for name, numbers in of.items()}
 
 
 class Losses(NamedTuple):
@@ -212,7 +223,7 @@ class Losses(NamedTuple):
 
 def _in_lines(metrics: PPOMetrics | MAPPOMetrics) -> str:
     """The figures in three lines: steps and episodes; losses; the rest."""
-    row, episodes = metrics.as_row(), len(EpisodeSummary._fields) + 1
+    row, episodes = metrics.as_row(), len(EpisodeSummary._fields) + len(metrics.figures) + 1
     figures = [f"{name} {value:,.0f}" if name == "steps" else f"{name} {value:,.4g}" for name, value in row.items()]
     return "\n".join(", ".join(some) for some in (figures[:episodes], figures[episodes:-2], figures[-2:]))
 
@@ -227,6 +238,7 @@ class PPOMetrics:
     losses: means over the update's minibatches: policy_loss, value_loss, entropy in nats, approx_kl, clip_fraction.
     explained_variance: of the targets by the values before the update: 1 perfect, 0 no better than the mean.
     learning_rate: that of this iteration.
+    figures: by name the means of ``episode_info``, each over the last 100 episodes that have it.
 
     >>> import muster
     >>> from muster.algorithms import PPO, PPOConfig
@@ -241,11 +253,12 @@ class PPOMetrics:
     losses: Losses
     explained_variance: float
     learning_rate: float
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def as_row(self) -> dict[str, float]:
         """All figures under plain names, as in metrics.csv."""
         rest = {"explained_variance": self.explained_variance, "learning_rate": self.learning_rate}
-        return {"steps": self.steps, **self.episodes._asdict(), **self.losses._asdict(), **rest}
+        return {"steps": self.steps, **self.episodes._asdict(), **self.figures, **self.losses._asdict(), **rest}
 
     __repr__ = _in_lines
 
@@ -263,7 +276,7 @@ class TeamFigures(NamedTuple):
 class MAPPOMetrics:
     """The figures of one iteration of `MAPPO`.
 
-    steps, episodes, learning_rate: as of `PPOMetrics`; returns are means over an env's agents.
+    steps, episodes, learning_rate, figures: as of `PPOMetrics`; returns are means over an env's agents.
     teams: by group, or by "group/agent" where agents have networks of their own: the group, its agents' mean_return,
         losses and explained_variance.
 
@@ -279,10 +292,11 @@ class MAPPOMetrics:
     episodes: EpisodeSummary
     teams: Mapping[str, TeamFigures]
     learning_rate: float
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def as_row(self) -> dict[str, float]:
         """All figures under plain names, as in metrics.csv: where there are several teams, with their names behind."""
-        row = {"steps": self.steps, **self.episodes._asdict()}
+        row = {"steps": self.steps, **self.episodes._asdict(), **self.figures}
         groups = {team.group for team in self.teams.values()}
         for name, team in self.teams.items():
             figures = {**team.losses._asdict(), "explained_variance": team.explained_variance}

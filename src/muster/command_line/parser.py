@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_origin
 
-from muster.arguments import checked_option, fields_of, option_of
+from muster.arguments import alternatives, checked_option, fields_of, option_of
 from muster.command_line.values import metavar_of, read_value, write_value
 from muster.errors import ConfigError, printable_lines
 
@@ -131,6 +131,6 @@ def _how(name: str, kind: Any, facts: Mapping[str, Any], value: Any, switch: Any
     how["metavar"] = name.upper() if facts["positional"] else metavar_of(kind)
     if facts["repeated"]:
         return {**how, "action": "append"}
-    if get_origin(kind) is tuple:
+    if any(get_origin(one) is tuple for one in alternatives(kind)):
         return {**how, "nargs": "*"}
     return {**how, "nargs": "?"} if facts["positional"] else how

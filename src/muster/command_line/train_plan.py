@@ -15,7 +15,7 @@ from muster.arguments import fields_of
 from muster.command_line.command_options import TrainOptions
 from muster.command_line.parser import HELP, Parser, near
 from muster.errors import ConfigError
-from muster.extras import imports_for
+from muster.extras import imports_for, require
 from muster.recipes.named import absolute_name, find_here
 from muster.training import runs
 from muster.training.console import run_console
@@ -37,7 +37,7 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 PARSER = Parser("muster train", (TrainOptions, RunOptions, MakeVecOptions, CollectorsOptions, PPOConfig, AgentsOptions))
 OPTIONS = [name for kind in PARSER.kinds for name in fields_of(kind)]
 OF_COMMAND = ("run_dir", "seeds", "resume", "resume_or_begin", "config", "trust")  # options that a file has not
-CHANGES = ("total_steps", "learning_rate")  # what PPO may do otherwise in a run that goes on
+CHANGES = ("total_steps", "learning_rate", "episode_info")  # what PPO may do otherwise in a run that goes on
 FOR_SEVERAL = ("num_workers", "caller_steps")  # options that one env alone cannot have
 OWN_VALUES = "The values below are the algorithms' own; `muster train ENV --help` shows those of that env's preset."
 
@@ -167,7 +167,13 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
         raise ConfigError("seeds", "left out with resume, which goes on with a single run", options.seeds)
     if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
         raise ConfigError("run_dir", f"left out with resume: {run} goes on in its own folder", str(options.run_dir))
-    made, collectors = makers_of({**plan.options, **plan.collectors, **values})
+    before = {**plan.options, **plan.collectors}
+    if "cluster" in values and values["cluster"] is None:  # what is of the cluster goes with it
+        before = {name: value for name, value in before.items() if name not in ("nodes", "working_dir")}
+    made, collectors = makers_of({**before, **values})
+    if "cluster" in collectors:
+        needing = "The run's collectors are on a Ray cluster; --cluster none goes on here, and there this machine needs"
+        require(needing, "muster-rl[ray]", "ray")
     besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
     changed = options_of(type(plan.config), {**config, **values})
     plan = replace(plan, config=changed, options=made, run=besides, collectors=collectors)

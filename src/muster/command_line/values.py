@@ -23,7 +23,8 @@ def read_value(kind: Any, written: Any) -> Any:
     A word that cannot be read so stays text, and a value that is no text what it is: `checked_option` refuses them.
     """
     if isinstance(written, list):
-        (one,) = get_args(kind)[:1] or (kind,)
+        listed = next((one for one in alternatives(kind) if get_origin(one) is tuple), kind)
+        (one,) = get_args(listed)[:1] or (kind,)
         return tuple(read_value(one, word) for word in written)
     if not isinstance(written, str):
         return written

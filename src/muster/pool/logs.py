@@ -157,7 +157,11 @@ def _hand_over(record: logging.LogRecord, ran: Collection[Place]) -> None:
     logger = logging.getLogger(record.name)
     if not logger.isEnabledFor(record.levelno):
         return
-    passed: Any = logger.filter(record)  # from Python 3.12 on a filter may return another record
+    passed: Any = False
+    try:
+        passed = logger.filter(record)  # from Python 3.12 on a filter may return another record
+    except Exception:  # as a handler's, below; without a filter's word the record goes nowhere
+        logging.Handler().handleError(record)
     if not passed:
         return
     record = passed if isinstance(passed, logging.LogRecord) else record
@@ -190,6 +194,7 @@ def _locks_soon(fd: int, limit_s: float) -> bool:
 
 
 _SENT = "_muster_sent"
+_USUAL = frozenset({str, int, float, type(None)})
 _MADE_OF = ("msg", "args", "exc_info", _SENT)
 
 
@@ -245,8 +250,11 @@ class Forwarder(logging.Handler):
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
         """The record's attributes, and the env's index; what is no plain value as text."""
-        fields = {name: value for name, value in vars(record).items() if name not in _MADE_OF}
-        plain: dict[str, Any] = {name: value if is_plain(value) else _text(value) for name, value in fields.items()}
+        plain: dict[str, Any] = {  # most are of a few types, which are asked first: a record has 20 attributes
+            name: value if type(value) in _USUAL or is_plain(value) else _text(value)
+            for name, value in vars(record).items()
+            if name not in _MADE_OF
+        }
         if is_plain(record.msg) and is_plain(record.args):
             plain |= {"msg": record.msg, "args": record.args}
         else:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from muster.errors import UsageError
+from muster.introspection import module_name
 from muster.pickling.main_module import MAIN_NAMES, MainModule, own_main
 
 # Workers have these as the caller has them, or they concern a terminal alone, or how fast something is done.
@@ -107,6 +108,12 @@ class Script:
         """The first statement that counts; of stores into what the script imports, where these alone count."""
         found = () if self.outline is None else self.outline.statements
         return next((one for one in found if one.is_store or not stores_alone), None)
+
+    def registering(self, error: BaseException) -> Statement | None:
+        """The first call with a name that the error may lack: one into its package, or with the key not found."""
+        lacked = {module_name(type(error)).partition(".")[0], *(one for one in error.args if isinstance(one, str))}
+        found = () if self.outline is None else self.outline.statements
+        return next((one for one in found if one.registers & lacked), None)
 
     def _shown(self) -> tuple[str | None, ModuleSpec | None]:
         """The `__file__` and `__spec__` by which multiprocessing runs it in processes that an env spawns, or Nones."""
@@ -231,12 +238,14 @@ class Statement:
     """A statement that may set up something for envs. place, code: for messages: ``train.py:5``, and its line there.
 
     is_store: it stores into an attribute or an item of what the script imports. The others are calls, and stores into
-    something else: they may do anything.
+    something else: they may do anything.  registers: of a call into what is imported, with texts among its arguments,
+    these and the package.
     """
 
     place: str
     code: str
     is_store: bool
+    registers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -288,8 +297,8 @@ class _Reader:
                     if under:
                         self.guarded.append(range(under[0].lineno, (under[-1].end_lineno or under[-1].lineno) + 1))
                     self.read(elsewhere)
-                case ast.Expr(ast.Call(function)):
-                    self._note(function, is_store=False)
+                case ast.Expr(ast.Call(function, arguments, keywords)):
+                    self._note(function, is_store=False, arguments=[*arguments, *(one.value for one in keywords)])
                 case ast.expr() | ast.withitem():
                     self._read_targets(node)
                 case _:
@@ -303,13 +312,15 @@ class _Reader:
                 case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
                     self._note(part, is_store=True)
 
-    def _note(self, target: ast.expr, *, is_store: bool) -> None:
+    def _note(self, target: ast.expr, *, is_store: bool, arguments: Sequence[ast.expr] = ()) -> None:
         dotted = self._dotted(target) or ""
         is_store = is_store and bool(dotted) and _CALLED not in dotted
         if not _is_had(dotted, _HAD_ANYWAY if is_store else (*_HAD_ANYWAY, *_CALLED_ANYWAY)):
             code = self._lines[target.lineno - 1].strip()
             shown = code if len(code) <= _SHOWN_CHARACTERS else f"{code[: _SHOWN_CHARACTERS - 4]} ..."
-            self.statements.append(Statement(f"{self._name}:{target.lineno}", shown, is_store))
+            texts = [one.value for one in arguments if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            registers = frozenset([dotted.partition(".")[0], *texts] if dotted and texts else [])
+            self.statements.append(Statement(f"{self._name}:{target.lineno}", shown, is_store, registers))
 
     def _dotted(self, node: ast.expr) -> str | None:
         """The dotted name of something imported, or of an attribute, an item or a result of it; None: not known."""

@@ -149,8 +149,10 @@ def about_script(error: BaseException, *, begins: bool) -> str:
     page = more("problems/script-set-up")
     if _subject_in_main(error) in _lacking.outline.names:
         return _ABOUT_MAIN + page
-    store = _lacking.first_statement(stores_alone=True)
-    if store is None or not (begins or isinstance(error, _OF_LOOK_UPS)):
+    store = _lacking.registering(error)
+    if store is None and (begins or isinstance(error, _OF_LOOK_UPS)):
+        store = _lacking.first_statement(stores_alone=True)
+    if store is None:
         return ""
     lacks = f"{store.place} sets up `{store.code}`, which workers do not run. If the env needs that, "
     a_function = "pass a function that does it as worker_init, which each worker calls before its first env"

@@ -120,7 +120,7 @@ def parse_name(written: str) -> Named | None:
         return Named(file.stem, name, file)
     if not name.isidentifier() or not all(part.isidentifier() for part in head.split(".")):
         return None
-    if importlib.util.find_spec(head.partition(".")[0]) is None:
+    if (top := head.partition(".")[0]) not in sys.modules and importlib.util.find_spec(top) is None:
         raise ModuleNotFoundError(
             f"No module named {head!r} for {written!r}: it must be in this folder, or installed.", name=head
         )

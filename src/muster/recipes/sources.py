@@ -21,6 +21,7 @@ from muster.lazy_values import Lazy
 from muster.pickling import UserCall, find_culprits
 from muster.recipes.existing_env import find_existing_env, is_env
 from muster.recipes.gymnasium_ids import ForeignResolver, MakeGym, factory_of_id, factory_of_spec, noted_by_make_vec
+from muster.recipes.named import env_named
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ def sources_of(forms: Sequence[Any], several: bool, resolve_foreign_id: ForeignR
 
 def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | None) -> Source:
     if isinstance(form, str):
-        return Source(factory_of_id(form, resolve_foreign_id), form, label or "env")
+        written, form = form, _named(form)
+        if isinstance(form, str):
+            return Source(factory_of_id(written, resolve_foreign_id), written, label or "env")
     if isinstance(form, EnvFunction):
         return Source(form.build, form.name, label or "factory", function=form)
     if is_env(form):
@@ -93,6 +96,17 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
             f"{factory_example(constructor_of(env))}{_why_it_stays(env, path)}"
         )
     return Source(form, callable_name(form), label or "factory")
+
+
+def _named(written: str) -> Any:
+    """What ``module:name`` or ``file.py:name`` names, and else the id: that of Gymnasium comes first."""
+    env_id = written.rpartition(":")[2]
+    try:
+        found = written if env_id in gym.registry else env_named(written)
+    except RecipeError:
+        if env_id not in gym.registry:  # the module, which is imported now, has not registered it
+            raise
+    return written if env_id in gym.registry else found
 
 
 def _makers_in(form: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -46,6 +46,7 @@ class BatchSource(ABC):
         compact: bool,
         replay_buffer: Any,
         observation_dtype: torch.dtype | None,
+        episode_info: Sequence[str] | None,
     ) -> None:
         frames_per_batch = whole("frames_per_batch", frames_per_batch, 1)
         total_frames = whole("total_frames", total_frames, -1)
@@ -59,14 +60,19 @@ class BatchSource(ABC):
         if replay_buffer is not None and compact:
             raise ConfigError("replay_buffer needs every row's next observation: not with compact=True")
         self._dtype = None if observation_dtype is None else floating_dtype("observation_dtype", observation_dtype)
+        names = () if episode_info is None else episode_info
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise ConfigError("episode_info", 'a list of names, such as ["is_success"], or None', episode_info)
+        self._names = tuple(dict.fromkeys(names))
         self._limits = {
             "frames_per_batch": frames_per_batch,
             "init_random_frames": init_random_frames,
             "max_frames_per_traj": max_frames_per_traj,
             "compact": compact,
             "observation_dtype": observation_dtype,
+            "episode_info": self._names,
         }
-        self.total_frames = total_frames
+        self.total_frames, self._init_random_frames = total_frames, init_random_frames
         self.frames = 0
         self.batches = 0
         self.last_episodes = Episodes(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
@@ -134,11 +140,13 @@ class BatchSource(ABC):
 
     def _count_envs(self, num_envs: int) -> None:
         self._num_envs = num_envs
-        self._trajectories, self._episodes = TrajectoryCounter(num_envs), EpisodeCounter(num_envs)
+        self._trajectories, self._episodes = TrajectoryCounter(num_envs), EpisodeCounter(num_envs, self._names)
 
     def _batch_over(self, storage: Storage, first_env: int = 0) -> TensorDict:
         """The batch of a full storage, with trajectories numbered and episodes added up; warns of envs that failed."""
         self.last_episodes = self._episodes.count(storage, first_env)
+        for note in self._episodes.notes:
+            warnings.warn(f"episode_info: {note}", UserWarning, stacklevel=caller_stacklevel())
         self.last_losses = [loss._replace(env=first_env + loss.env) for loss in storage.losses]
         for loss in self.last_losses:  # Python's default filter shows each env's failures once for each reason.
             warnings.warn(

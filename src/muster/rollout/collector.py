@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from muster.arguments import explains_keywords
 from muster.errors import ConfigError
 from muster.nn.turns import generators_kept, turn
 from muster.rollout.batch_source import BatchSource
+from muster.rollout.episodes import EPISODE_INFO
 from muster.rollout.fields import Array, Field, Key
 from muster.rollout.policies import (
     IS_INIT,
@@ -87,6 +88,10 @@ class Collector(BatchSource):
     initial_state: by key one env's recurrent state at the start of an episode; a TensorDict policy needs none where
         its modules start without a state, or from zeros. None: the policy's own ``initial_state``, if it has one.
     exploration: how distributions in the policy are drawn from.
+    episode_info: names of numbers and flags in the last infos of episodes, of agents in those of any agent:
+        ``last_episodes.infos`` has them, and ``last_episodes.figures`` their means, as ``success_rate`` for
+        "is_success". None or () for none. A UserWarning says once which name no env has, and which stands for
+        something else, such as an array or a text.
 
     Batches of envs that give an ``"action_mask"`` of a Discrete action space, in a Dict observation or the infos of the
     first reset, have it as bool ``[N, T, n]`` under that key. Where it is missing or all False, all is allowed.
@@ -135,6 +140,7 @@ class Collector(BatchSource):
         observation_dtype: torch.dtype | None = None,
         initial_state: Mapping[Any, Tensor] | None = None,
         exploration: InteractionType = InteractionType.RANDOM,
+        episode_info: Sequence[str] | None = EPISODE_INFO,
     ) -> None:
         super().__init__(
             frames_per_batch=frames_per_batch,
@@ -147,6 +153,7 @@ class Collector(BatchSource):
             compact=compact,
             replay_buffer=replay_buffer,
             observation_dtype=observation_dtype,
+            episode_info=episode_info,
         )
         if policy is not None and policy_factory is not None:
             raise ConfigError("give policy or policy_factory, not both")
@@ -154,13 +161,11 @@ class Collector(BatchSource):
         self._policy_device = place(self.policy, device if policy_device is None else policy_device)
         self._rng = np.random.default_rng(None if seed is None else np.random.SeedSequence(seed, spawn_key=(0,)))
         self._generators = [] if seed is None else _generators(seed, self._policy_device)
-        self._version, self.acting_version = np.ones(1, np.int64), 1
+        self._version, self.acting_version, self._acts = np.ones(1, np.int64), 1, False
         self._updating = threading.Lock()
-        self._acts = False
         # Weights that wait for the batch's end, and their version.
         self._staged: tuple[dict[str, Tensor], int] | None = None
         self._own: dict[str, Tensor] = {}  # the policy's own tensors; during a call the policy may hold others
-        self._init_random_frames = init_random_frames
         self._expected: dict[Key, Tensor] = {}  # what the policy will provide; found with the first random frames
         self._reset_at_each_iter = reset_at_each_iter
         self._initial_state = dict(initial_state or getattr(self.policy, "initial_state", None) or {})
@@ -176,7 +181,9 @@ class Collector(BatchSource):
         if self._dtype is not None:
             self._envs.cast_observations(self._dtype)
         self.steps_per_batch = math.ceil(frames_per_batch / self._envs.num_envs)
-        self._stepping = Stepping(self._envs, overlap=overlap, max_frames_per_traj=max_frames_per_traj)
+        self._stepping = Stepping(
+            self._envs, overlap=overlap, max_frames_per_traj=max_frames_per_traj, names=self._names
+        )
         # Envs in this process may draw from torch's global generators, too.
         takes_rng = bool(self._generators) and getattr(self.policy, "takes_rng", False)
         self._draws_apart = takes_rng and not self._envs.are_stepped_here()

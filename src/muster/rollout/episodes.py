@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from muster.introspection import type_name
 from muster.rollout.fields import Array
-from muster.rollout.storage import Storage
+from muster.rollout.storage import Figures, Storage
+
+EPISODE_INFO = ("is_success",)  # what Stable-Baselines3 reads
 
 
 class Episodes(NamedTuple):
@@ -16,16 +22,50 @@ class Episodes(NamedTuple):
 
     returns: float64 ``[K]``, the sum of rewards; for a group of agents ``[K, A]``.  lengths: int64 ``[K]``, env steps.
     env_ids: int64 ``[K]``.  Episodes cut by ``max_frames_per_traj`` count; those lost with a worker do not.
+    infos: by the names of ``episode_info`` float64 ``[K]``, the number in the episode's last info, nan where it has
+    none; with agents the mean over the last infos that have one.
     """
 
     returns: npt.NDArray[np.float64]
     lengths: npt.NDArray[np.int64]
     env_ids: npt.NDArray[np.int64]
+    infos: Mapping[str, npt.NDArray[np.float64]] = {}
 
     @property
     def means(self) -> npt.NDArray[np.float64]:
         """The return of each episode, float64 ``[K]``; with agents the mean over all of an env's."""
         return self.returns if self.returns.ndim == 1 else self.returns.mean(-1)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The means of `infos` over the episodes that have a number; that of "is_success" is ``success_rate``."""
+        return {reported(name): float(np.nanmean(one)) for name, one in self.infos.items() if not np.isnan(one).all()}
+
+
+def reported(name: str) -> str:
+    """The name by which the mean of a figure of last infos is reported."""
+    return "success_rate" if name == "is_success" else name
+
+
+def figures_in(infos: Mapping[str, Any], row: int, names: Sequence[str], *, of_agents: bool) -> Figures:
+    """What the info of `row` holds under `names`, without None; `of_agents` also what those of its agents hold."""
+    parts = {"": infos, **(infos.get("agent_infos", {}) if of_agents else {})}
+    held = {
+        (name, agent): part[name] if isinstance(part[name], dict) else part[name][row]
+        for agent, part in parts.items()
+        for name in (names if isinstance(part, dict) else ())
+        if name in part and part.get(f"_{name}", {row: True})[row]  # other libraries' vector envs may have no "_name"
+    }
+    return {key: _number(value) for key, value in held.items() if value is not None}
+
+
+def _number(value: Any) -> float | str:
+    with suppress(Exception):  # of an object of the env's
+        array = np.asarray(float(value) if isinstance(value, int) else value)
+        if array.size == 1 and array.dtype.kind in "biuf":
+            return float(array.item())
+        return f"{type_name(value)} of shape {array.shape}" if array.ndim else type_name(value)
+    return type_name(value)
 
 
 class TrajectoryCounter:
@@ -48,11 +88,15 @@ class TrajectoryCounter:
 
 
 class EpisodeCounter:
-    """Adds up returns and lengths across batches."""
+    """Adds up returns and lengths across batches, and finds the figures of `names` in last infos.
 
-    def __init__(self, num_envs: int) -> None:
+    notes: what the user has to know of these names, each once, since the last `count`.
+    """
+
+    def __init__(self, num_envs: int, names: Sequence[str]) -> None:
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)
+        self._names, self._unsaid, self.notes = names, {*names}, list[str]()
 
     def count(self, storage: Storage, first_env: int = 0) -> Episodes:
         """The episodes that end in a storage of N of the envs. Masked rows count for nothing."""
@@ -80,4 +124,21 @@ class EpisodeCounter:
         ends = np.flatnonzero(((storage.terminated | storage.truncated) & mask).T)
         ends = ends[np.lexsort((ends // T, ends % T))]
         segments = np.searchsorted(starts, ends, side="right") - 1
-        return Episodes(returns[segments], lengths[segments], ends // T + first_env)
+        figures = {(one.time, one.env): one.figures for one in storage.infos}
+        infos = self._infos([figures.get((at % T, at // T), {}) for at in ends.tolist()])
+        return Episodes(returns[segments], lengths[segments], ends // T + first_env, infos)
+
+    def _infos(self, figures: Sequence[Figures]) -> dict[str, npt.NDArray[np.float64]]:
+        """By name the numbers of the K episodes that ended, ``[K]``."""
+        infos, self.notes = dict[str, npt.NDArray[np.float64]](), []
+        for name in self._names:
+            found = [[one for (of, _), one in own.items() if of == name] for own in figures]
+            numbers = [[one for one in some if not isinstance(one, str)] for some in found]
+            infos[name] = np.array([sum(some) / len(some) if some else math.nan for some in numbers])
+            if figures and name in self._unsaid and (any(found) or name not in EPISODE_INFO):
+                self._unsaid.discard(name)
+                if kinds := [one for some in found for one in some if isinstance(one, str)]:
+                    self.notes.append(f"{name!r} is neither number nor flag, but {kinds[0]}: it is left out")
+                elif not any(found):
+                    self.notes.append(f"no last info of an episode has {name!r} so far; it is left out until one does")
+        return infos

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,7 @@ from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
+from muster.rollout.episodes import EPISODE_INFO
 from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
 from muster.rollout.processes.replica_pool import PoolPlan, ReplicaPool
 from muster.rollout.processes.replicas import Replicas
@@ -129,6 +130,7 @@ class MultiCollector(BatchSource):
         observation_dtype: torch.dtype | None = None,
         initial_state: Mapping[Any, Tensor] | None = None,
         exploration: InteractionType = InteractionType.RANDOM,
+        episode_info: Sequence[str] | None = EPISODE_INFO,
         context: str = "auto",
         start_timeout: float = 300.0,
         collect_timeout: float | None = None,
@@ -149,18 +151,15 @@ class MultiCollector(BatchSource):
             compact=compact,
             replay_buffer=replay_buffer,
             observation_dtype=observation_dtype,
+            episode_info=episode_info,
         )
         self.policy = policy
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
         options = _options_of(num_collectors, how, close_timeout, make_vec_options or {})
-        for_each = {
-            **self._limits,
-            "policy_device": device if policy_device is None else policy_device,
-            "reset_at_each_iter": reset_at_each_iter,
-            "initial_state": dict(initial_state or {}),
-            "exploration": exploration,
-        }
+        for_each = {"reset_at_each_iter": reset_at_each_iter, "exploration": exploration, **self._limits}
+        for_each |= {"policy_device": device if policy_device is None else policy_device}
+        for_each |= {"initial_state": dict(initial_state or {})}
         recipes = _understood(envs, num_envs, num_collectors, make_vec_options, far=cluster is not None)
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 

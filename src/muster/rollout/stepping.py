@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,9 +10,10 @@ from gymnasium.vector import AutoresetMode
 
 from muster.errors import ConfigError
 from muster.rollout.env_side import EnvSide, StepRows
+from muster.rollout.episodes import figures_in
 from muster.rollout.fields import Array
 from muster.rollout.policies import Actor
-from muster.rollout.storage import Final, Loss, Storage
+from muster.rollout.storage import Figures, Final, LastInfo, Loss, Storage
 from muster.vector.multi_agent import any_true
 
 
@@ -19,10 +21,10 @@ class Stepping:
     """Carries the envs' state from one storage to the next.
 
     parts: the envs that one actor acts for at a time: all, or with `overlap` two halves that take turns, the envs of
-    one stepping while the actor computes for the other.
+    one stepping while the actor computes for the other.  names: of figures in last infos, see `figures_in`.
     """
 
-    def __init__(self, envs: EnvSide, *, overlap: bool, max_frames_per_traj: int | None) -> None:
+    def __init__(self, envs: EnvSide, *, overlap: bool, max_frames_per_traj: int | None, names: Sequence[str]) -> None:
         if overlap and (envs.num_envs < 2 or not envs.takes_turns):
             raise ConfigError(
                 "overlap=True needs a muster.VectorEnv of at least 2 envs, got a "
@@ -32,6 +34,7 @@ class Stepping:
         self.parts = [slice(0, N // 2), slice(N // 2, N)] if overlap else [slice(0, N)]
         self._envs = envs
         self._max_frames = max_frames_per_traj
+        self._names, self._figures = names, dict[int, Figures]()  # by env those of its agents that have ended
         self._next_step = envs.autoreset_mode is AutoresetMode.NEXT_STEP
         self._ids = np.arange(N)
         self._rows: list[Array] | None = None  # the observations that the next actions are for
@@ -52,6 +55,7 @@ class Stepping:
         """The observations before the next storage's first step; resets the envs where they have to start afresh."""
         if self._rows is not None:
             return self._rows
+        self._figures.clear()
         self._envs.drop_pending()
         self._owed = [0] * len(self.parts)
         rows = self._envs.reset(seeds if self._seeded else None)
@@ -127,12 +131,23 @@ class Stepping:
         if not rows.infos:
             return
         ids = self._ids[where]
-        for row in np.flatnonzero(rows.terminated | rows.truncated):
-            leaves = self._envs.final(rows.infos, int(row))
+        noted = last = ended = rows.terminated | rows.truncated
+        if self._max_frames is not None:
+            noted = last = ended | (self._frames[ids] + 1 >= self._max_frames)
+        if "agent_infos" in rows.infos and self._envs.has_agents:  # an agent's last info may come before its env's
+            flags = (rows.infos[name].values() for name in ("agent_terminated", "agent_truncated"))
+            noted = np.logical_or.reduce([last, *(one.any(-1) for one in itertools.chain(*flags))])
+        for row in np.flatnonzero(noted).tolist():
+            leaves = self._envs.final(rows.infos, row) if ended[row] else None
             if leaves is not None:
                 storage.write_final(Final(t, int(ids[row]), leaves))
+            infos = rows.infos if self._next_step or not ended[row] else rows.infos.get("final_info", {})
+            held = self._figures.setdefault(int(ids[row]), {})
+            held |= figures_in(infos, row, self._names, of_agents=self._envs.has_agents)
+            if last[row]:
+                storage.infos.append(LastInfo(t, int(ids[row]), self._figures.pop(int(ids[row]))))
         if "restarted" in rows.infos:
-            for row in np.flatnonzero(rows.infos["_restarted"]):
+            for row in np.flatnonzero(rows.infos["_restarted"]).tolist():
                 storage.write_loss(Loss(t, int(ids[row]), rows.infos["restarted"][row]))
 
     def _close_row(self, storage: Storage, t: int, part: slice) -> Array | None:

@@ -39,7 +39,8 @@ class Evaluations:
         restarts = self._envs.stats()["restarts"]
         try:
             options: dict[str, Any] = {"seed": self._seed, "initial_state": self._ppo.network.initial_state}
-            played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, max_steps=limit, **options)
+            options |= {"max_steps": limit, "episode_info": None}
+            played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, **options)
             ended = len(played.returns)
         except NoEpisodeEnded:
             ended = 0

@@ -91,7 +91,7 @@ class EventWriter:
 def charts(row: Mapping[str, float]) -> dict[str, float]:
     """The values of a row of metrics.csv by the names of their charts; "steps", their x axis, is none.
 
-    A group of agents, which stands after a slash, does so in both.
+    A group of agents, which stands after a slash, does so in both. Figures of last infos are "rollout/name", as in SB3.
     """
     split = {name: name.partition("/") for name in row if name != "steps"}
-    return {CHARTS[of] + slash + group: row[name] for name, (of, slash, group) in split.items()}
+    return {CHARTS.get(of, f"rollout/{of}") + slash + group: row[name] for name, (of, slash, group) in split.items()}

@@ -17,6 +17,8 @@ from muster.errors import ConfigError, RunConfigError, UsageError, printable
 from muster.extras import installed_version
 from muster.recipes.known_envs import installed_alone, not_installed
 from muster.recipes.named import callable_named, env_named, split_name
+from muster.rollout.episodes import reported
+from muster.training.events import CHARTS
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config, require_room
 from muster.training.trust import IN_FOLDER, is_known_id, reaching
@@ -24,7 +26,8 @@ from muster.training.trust import IN_FOLDER, is_known_id, reaching
 CONFIGS: Mapping[str, type[PPOConfig]] = {"PPO": PPOConfig, "MAPPO": MAPPOConfig}
 """The options of each algorithm."""
 KNOWN_LOGGERS = (*IN_FOLDER, "wandb")
-SINCE_AGENTS = ("policy", "memory_size", "sequence_length", "sprite")  # options that older runs have not
+# Options that older runs do not have.
+SINCE_AGENTS = ("policy", "memory_size", "sequence_length", "sprite", "episode_info")
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,11 @@ class TrainingPlan:
     objects: Mapping[str, Any] = field(default_factory=dict)
     given: Collection[str] = ()
 
+    def __post_init__(self) -> None:
+        columns = [reported(name) for name in self.config.episode_info or ()]
+        if taken := [name for name in columns if name.split("/")[0] in ("steps", *CHARTS) or columns.count(name) > 1]:
+            raise ConfigError("episode_info", "names that no other column of metrics.csv has", taken[0])
+
     @property
     def names(self) -> dict[str, str]:
         """The names of the env, of the wrappers and, where the user has named one, of what makes the policy."""
@@ -209,10 +217,11 @@ class TrainingPlan:
         return f"{self.name}, {self.algorithm}, seed {self.config.seed}"
 
     def differences(self) -> str:
-        """What is not as the preset has it, as ``name=value``; seed and total_steps are each run's own."""
+        """What is not as the preset has it, as ``name=value``; but for what does not change how a run learns."""
         kind = type(self.config)
         preset = kind(**preset_named(self.preset).config)
-        names = [one.name for one in dataclasses.fields(kind) if one.name not in ("seed", "total_steps")]
+        left_out = ("seed", "total_steps", "episode_info")
+        names = [one.name for one in dataclasses.fields(kind) if one.name not in left_out]
         values = {name: getattr(self.config, name) for name in names}
         changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
         around = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(self.wrappers)}

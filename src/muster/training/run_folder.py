@@ -137,21 +137,19 @@ class RunFolder:
         """Replaces metrics.csv by one of these columns and rows, where what a row lacks is an empty field."""
         table: list[list[Any]] = [columns, *([row.get(name) for name in columns] for row in rows)]
         replace_file(self.path, METRICS, _csv(table if columns else []))
-        self._metrics_file.close()
-        self._metrics_file = GrowingFile(self.path, METRICS)
-        self._columns = columns
+        self._columns, self._kept = columns, []  # before the file is opened, which may fail: its rows are in it
+        self._metrics_file.open()
 
     def save_checkpoint(self, state: Mapping[str, Any], name: str = CHECKPOINT) -> None:
-        """Saves ``state`` (state dicts, tensors, plain values), for ``torch.load(path, weights_only=True)``.
-
-        name: the file's, or its path in the folder.
-        """
+        """Saves ``state`` (state dicts, tensors, plain values) as the file ``name``, for ``weights_only=True``."""
         import torch
 
         held = io.BytesIO()  # torch would have an error of its own for a disk that is full
         torch.save(dict(state), held)
-        self._metrics_file.sync()  # no checkpoint may be there without its rows
-        replace_file(self.path, name, held.getbuffer())
+        try:
+            self._metrics_file.sync()  # no checkpoint is to be there without its rows, unless they cannot be written
+        finally:
+            replace_file(self.path, name, held.getbuffer())
 
     def close(self) -> None:
         with ExitStack() as closing:
@@ -271,10 +269,7 @@ def _make(path: Path) -> None:
 
 
 def states_in(path: Path) -> list[str]:
-    """The names, relative to ``path``, of what a run keeps its states in: the newest, the best, and copies.
-
-    What has such a name is one, even where it is no file.
-    """
+    """The names, relative to ``path``, of the newest state, the best, and copies, also where these are no files."""
     return [name for name in (CHECKPOINT, BEST) if os.path.lexists(path / name)] + files_in(path, COPIES, COPY)
 
 
@@ -430,10 +425,18 @@ class GrowingFile:
     """
 
     def __init__(self, run: Path, name: str, *, is_new: bool = False) -> None:
-        self._run, self._name = run, name
-        self._fd = -1 if is_new else open_file(run, name, os.O_WRONLY)
+        self._run, self._name, self._fd = run, name, -1
+        self._flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_new else 0)
         # The bytes in the file, and those to come; one attribute, so that no interrupt comes between the two.
-        self._state = 0 if is_new else os.fstat(self._fd).st_size, b""
+        self._state = 0, b""
+        if not is_new:
+            self.open()
+
+    def open(self) -> None:
+        """Opens the file that has the name now. Raises as `open_file`: then `write_out` opens it."""
+        self.close()
+        self._fd = open_file(self._run, self._name, self._flags)
+        self._state = os.fstat(self._fd).st_size, self._state[1]
 
     def add(self, piece: bytes) -> None:
         """Adds a piece to what `write_out` writes."""
@@ -442,9 +445,9 @@ class GrowingFile:
 
     def write_out(self) -> None:
         """Writes what was added. Raises OSError, which leaves the file as it was."""
-        size, waiting = self._state
         if self._fd < 0:
-            self._fd = open_file(self._run, self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self.open()
+        size, waiting = self._state
         try:
             with naming(self._run / self._name):
                 _write_at(self._fd, waiting, size)
@@ -454,7 +457,9 @@ class GrowingFile:
         self._state = size + len(waiting), b""
 
     def sync(self) -> None:
-        """Waits until what was written is on the disk."""
+        """Waits until what was written is on the disk. Raises OSError, and as `open_file`."""
+        if self._fd < 0:
+            self.open()
         with naming(self._run / self._name):
             os.fsync(self._fd)
 

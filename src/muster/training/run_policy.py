@@ -191,15 +191,19 @@ class RunPolicy:
                 allowed[group] = np.stack(checked)
         return rows, allowed, alive
 
-    def evaluate(self, episodes: int = 20, *, seed: int = 0) -> Episodes:
+    def evaluate(self, episodes: int = 20, *, seed: int = 0, episode_info: Sequence[str] | None = None) -> Episodes:
         """Whole episodes in the run's envs, as ``muster eval`` plays them: their ``returns`` and ``lengths``, ``[K]``.
 
         episodes: how many; those that last too long are left out.  seed: of the envs.
+        episode_info: names of numbers in last infos, which ``infos`` has then, and ``figures`` their means; None for
+            those of the run.
         Raises as `make_vec`, ConfigError, and UsageError where no episode ends.
         """
         episodes = whole("episodes", episodes, 1)
         with self.make_vec(min(self.plan.config.num_envs, episodes)) as envs:
-            return evaluate(envs, self, episodes=episodes, seed=seed, max_steps=episodes * STEPS_PER_EPISODE)
+            options: dict[str, Any] = {"seed": seed, "max_steps": episodes * STEPS_PER_EPISODE}
+            names = self.plan.config.episode_info if episode_info is None else episode_info
+            return evaluate(envs, self, episodes=episodes, episode_info=names, **options)
 
     def make_vec(self, num_envs: int = 1, **options: Any) -> RunEnvs:
         """The run's envs, with the arguments and wrappers of the run and its preset; they are the caller's to close.

@@ -21,7 +21,7 @@ from muster.algorithms import MAPPO, PPO, MAPPOMetrics, PPOMetrics
 from muster.algorithms.on_policy import OnPolicy
 from muster.algorithms.ppo_config import MAPPOConfig
 from muster.envs.groups import slots_of
-from muster.errors import DISK_FULL, UsageError
+from muster.errors import UsageError
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.evaluation import STEPS_PER_EPISODE, evaluate
 from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
@@ -96,8 +96,8 @@ def train(
 ) -> Ended:
     """Trains to the end, until a signal of `StopSignals`, or until the callback ends it.
 
-    The last complete iteration is saved in any case, also where the callback raises. While the disk is full the
-    training goes on; where it still is at the end, this raises the OSError that says so.
+    The last complete iteration is saved in any case, also where the callback raises. While files cannot be written, the
+    training goes on; where they still cannot be at the end, this raises the error that says so.
 
     run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is there.
     may_be_done: with ``resume``, a run that has nothing left to do is said, and no UsageError.
@@ -169,7 +169,8 @@ def evaluate_run(
         def show(ended: int, steps: int) -> None:
             status.update(f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken")
 
-        play = partial(evaluate, envs, policy, episodes=episodes, seed=seed, max_steps=most_steps, on_progress=show)
+        options: dict[str, Any] = {"episode_info": policy.plan.config.episode_info, "on_progress": show}
+        play = partial(evaluate, envs, policy, episodes=episodes, seed=seed, max_steps=most_steps, **options)
         played = _unless_stopped(play, console)
     if isinstance(played, signal.Signals):
         return played
@@ -185,6 +186,7 @@ def evaluate_run(
         "mean return": f"{returns.mean():,.1f}, deviation {returns.std():,.1f}",
         **{f"that of {escape(group)}": f"{played.returns[:, at].mean():,.1f}" for group, at in groups.items()},
         "lowest, highest": f"{returns.min():,.1f}, {returns.max():,.1f}",
+        **{escape(name): f"{mean:,.3g}" for name, mean in played.figures.items()},
         "mean length": f"{played.lengths.mean():,.1f} steps",
         "episodes": f"{ended}, seed {seed}, actions {actions}",
     }.items():
@@ -335,28 +337,33 @@ def _command_to_go_on(plan: TrainingPlan, run: Path) -> str:
 class Disk:
     """The disk of a run. What it has no room for is said once, and tried again whenever something is saved.
 
-    full: the error of what could not be saved the last time; None where all could.
+    full: the first error of what could not be saved the last time; None where all could.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self.full: OSError | None = None
+        self.full: OSError | UsageError | None = None
 
     def tries(self, *saves: Callable[[], object]) -> None:
-        """Calls all of the functions, each of which keeps what there is no room for. Raises their other errors."""
-        before, self.full = self.full, None
+        """Calls all of the functions, each of which keeps what cannot be written. Raises their other errors at last."""
+        before, self.full, others = self.full, None, list[Exception]()
         for save in saves:
             try:
                 save()
-            except OSError as error:
-                if error.errno not in DISK_FULL:
-                    raise
-                self.full = error
+            except (OSError, UsageError) as error:  # such as for what is no file in a file's place
+                self.full = self.full or error
+            except Exception as error:
+                others.append(error)
         if before is None and self.full is not None:
-            said = f"{self.full.filename}: {self.full.strerror}. The training goes on, and tries again to save."
+            first, problem = self.full, str(self.full).rstrip(".")
+            if isinstance(first, OSError) and first.filename is not None:
+                problem = f"{first.filename}: {first.strerror}"
+            said = f"{problem}. The training goes on, and tries again to save."
             self._console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
         elif before is not None and self.full is None:
             self._console.print("There is room again: all is saved.")
+        if others:
+            raise others[0]
 
 
 def _print_result(

@@ -68,7 +68,8 @@ def make_vec(
 
     For envs with several agents it is a `MultiAgentVectorEnv`, which has the same methods.
 
-    env: a Gymnasium id, an `EnvSpec`, a factory, or a list of factories; never an env that exists already.
+    env: a Gymnasium id, an `EnvSpec`, a factory, or its name as ``module:factory`` or ``file.py:factory``, or a list of
+        these; never an env that exists already.
     num_envs: None for 1, or for the list's length.
     backend: "process"; or "thread", for envs that release the GIL or must share one object; or "serial", to step all
         envs in the calling thread.

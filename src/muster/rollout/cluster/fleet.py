@@ -249,7 +249,7 @@ class Fleet:
 
     def _fill(self, member: Member, storage: Storage, part: slice, batch: NodeBatch) -> None:
         storage.write_columns(part, batch.columns)
-        storage.add_ends(batch.finals, batch.losses, part.start)
+        storage.add_ends(batch.finals, batch.losses, batch.infos, part.start)
         member.frames += storage.T * len(range(*part.indices(storage.N)))
         self._crew.notes += batch.notes
 

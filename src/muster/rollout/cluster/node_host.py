@@ -28,7 +28,7 @@ from muster.rollout.fields import Array
 from muster.rollout.processes.replica import ReplicaFields
 from muster.rollout.processes.replica_pool import PoolPlan, ReplicaPool
 from muster.rollout.processes.shared_weights import WeightShapes, install
-from muster.rollout.storage import Final, Loss
+from muster.rollout.storage import Final, LastInfo, Loss
 from muster.transport.big_arrays import memfd, memory_of
 
 Attributes = Mapping[int, Mapping[str, bytes]]
@@ -79,6 +79,7 @@ class NodeBatch:
     columns: list[Array]
     finals: list[Final]
     losses: list[Loss]
+    infos: list[LastInfo]
     versions: Array
     notes: Sequence[str]
 
@@ -255,7 +256,8 @@ class _Orders:
             self.host.take_weights(*weights)
         self.host.collecting = number
         storage, first_env, versions, notes = self.host.pool.collect()
-        return NodeBatch(first_env, storage.columns(), storage.finals, storage.losses, versions, notes)
+        ends = storage.finals, storage.losses, storage.infos
+        return NodeBatch(first_env, storage.columns(), *ends, versions, notes)
 
 
 @dataclass

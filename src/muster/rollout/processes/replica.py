@@ -25,7 +25,7 @@ from muster.rollout.collector_set import collector_nouns
 from muster.rollout.fields import Field
 from muster.rollout.processes.batch_memory import BatchLayout, stop_flag
 from muster.rollout.processes.shared_weights import SharedWeights, shapes_of
-from muster.rollout.storage import Final, Loss
+from muster.rollout.storage import Final, LastInfo, Loss
 from muster.rollout.weights import named_weights
 from muster.vector.assemble import serial_vec
 
@@ -135,6 +135,7 @@ class Collected(Message):
     waiting: float
     finals: list[Final]
     losses: list[Loss]
+    infos: list[LastInfo]
     lost: str
 
 
@@ -285,7 +286,8 @@ class Replica(RecipeResident):
         collector.fill(storage, stop_flag(block))
         waiting = self._waiting_s / (time.monotonic() - self._built_at)
         lost, self._lost = ", ".join(self._lost), []
-        return Collected(self._version, self._envs.counts(), waiting, storage.finals, storage.losses, lost)
+        ends = storage.finals, storage.losses, storage.infos
+        return Collected(self._version, self._envs.counts(), waiting, *ends, lost)
 
     def _take_weights(self) -> None:
         if self._weights is None:

@@ -373,7 +373,7 @@ class ReplicaPool:
                 "It goes on with what its constructor gives it: call set_attr again, or give the factory the value"
             )
         self._frames[collector] += int(storage.mask[:, part].sum())
-        storage.add_ends(collected.finals, collected.losses, part.start)
+        storage.add_ends(collected.finals, collected.losses, collected.infos, part.start)
         return collected.version
 
     # ---- the pool
