@@ -13,6 +13,8 @@ from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
+from searching import is_chinese
+
 # What notebooks are run in: no display, and no kernel's lines about its own connection.
 os.environ |= {
     "SDL_VIDEODRIVER": "dummy",
@@ -33,6 +35,7 @@ extensions = [
     "docstrings",
     "inlined",
     "links",
+    "searching",
 ]
 exclude_patterns = ["_build", "_extensions", "_ipython"]
 default_role = "py:obj"
@@ -42,10 +45,10 @@ html_theme = "furo"
 html_title = f"Muster {release}"
 html_static_path = ["_static"]
 html_css_files, html_js_files = ["site.css"], ["site.js"]
+html_logo = html_favicon = "_static/logo.svg"
 html_show_sphinx = html_show_copyright = False
 smartquotes_action = "De"  # dashes, no quotes
-html_show_sourcelink = False
-html_copy_source = False
+html_show_sourcelink = html_copy_source = True  # each page links its source, as text
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b57a4", "color-brand-content": "#0b57a4"},
     "dark_css_variables": {"color-brand-primary": "#7ab8ff", "color-brand-content": "#7ab8ff"},
@@ -70,7 +73,7 @@ copybutton_prompt_is_regexp = True
 
 def say_language(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Screen readers choose a voice by it, and browsers the shapes of Chinese characters."""
-    context["language"] = "zh-CN" if pagename.startswith("zh/") else "en"
+    context["language"] = "zh-CN" if is_chinese(pagename) else "en"
 
 
 def setup(app: Sphinx) -> None:

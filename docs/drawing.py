@@ -5,11 +5,13 @@ Boxes have translucent fills and texts the colour of the page, so that one file 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -25,8 +27,11 @@ _LINE = 18
 class Drawing:
     """A picture of that size in pixels. title, about: what a screen reader says."""
 
+    words: ClassVar[dict[str, str]] = {}  # a translation of what stands in it
+
     def __init__(self, name: str, width: int, height: int, title: str, about: str) -> None:
         self.name = name
+        title, about = (self.words.get(text, text) for text in (title, about))
         self._parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" role="img" aria-labelledby="{name}-title {name}-about" '
@@ -55,7 +60,7 @@ class Drawing:
             f'<tspan font-family="{escape(_MONO)}" font-size="{size - 1}">{escape(part)}</tspan>'
             if at % 2
             else escape(part)
-            for at, part in enumerate(text.split("`"))
+            for at, part in enumerate(self.words.get(text, text).split("`"))
         ]
         weight = ' font-weight="600"' if bold else ""
         self._parts.append(
@@ -337,12 +342,28 @@ def _bars(name: str, groups: dict[str, list[tuple[str, str, float]]], title: str
     return it
 
 
-DIAGRAMS = (step, slab, doorbell, life, policies, agents, speed, drop_ins)
+def step_zh() -> Drawing:
+    return _in_chinese(step)
+
+
+def speed_zh() -> Drawing:
+    return _in_chinese(speed)
+
+
+def _in_chinese(diagram: Callable[[], Drawing]) -> Drawing:
+    Drawing.words = json.loads((PICTURES / "chinese.json").read_text(encoding="utf-8"))
+    try:
+        return diagram()
+    finally:
+        Drawing.words = {}
+
+
+DIAGRAMS = (step, slab, doorbell, life, policies, agents, speed, drop_ins, step_zh, speed_zh)
 
 
 def main(names: Sequence[str]) -> None:
     for diagram in DIAGRAMS:
-        if not names or diagram.__name__ in names:
+        if not names or diagram.__name__.removesuffix("_zh") in names:
             (PICTURES / f"{diagram.__name__}.svg").write_text(str(diagram()), encoding="utf-8")
 
 

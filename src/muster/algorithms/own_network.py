@@ -54,7 +54,7 @@ class Head(Protocol):
 
 
 class PolicyNetwork(Protocol):
-    """What a network of one's own offers: a `torch.nn.Module` with a head and two methods.
+    """The interface of a custom network: a `torch.nn.Module` with a head and two methods.
 
     obs: a tensor [B, *obs_shape] of the space's dtype, float32 where observations are normalised. Of a Dict or a Tuple
         it is a TensorDict [B], with a tensor for each part; the positions of a Tuple are "0", "1" and so on.

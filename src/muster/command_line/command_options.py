@@ -28,8 +28,8 @@ class _NamedEnv:
 class TrainOptions(_NamedEnv):
     """Train a policy with PPO, or the agents of an env with MAPPO, and plot the learning curve.
 
-    What is left out has the value of a preset, which is chosen by the env's kind; then those of --config count, then
-    the options. Ctrl-C ends the training early and keeps what was reached; --resume goes on from there.
+    Options override the file of --config, and the file overrides the preset for the env's kind. Ctrl-C ends the
+    training early and keeps what was reached; --resume continues it.
 
     Example: muster train CartPole-v1 --seed 1
     """
@@ -41,10 +41,10 @@ class TrainOptions(_NamedEnv):
     seeds: int | None = option(
         None, "train so many runs, one after the other, from --seed on, and compare them", least=1
     )
-    resume: Path | None = option(None, "go on with the run in this folder, up to its --total-steps")
+    resume: Path | None = option(None, "resume the run in this folder, up to its --total-steps")
     resume_or_begin: bool = option(
         False,
-        "go on with the run in --run-dir, or begin it there; the same line each time, for queues of jobs",
+        "resume the run in --run-dir, or begin it there; the same line each time, for queues of jobs",
     )
     config: Path | None = option(None, "TOML or YAML file with the env, and with options by the names below")
     trust: bool = option(False, "with --resume: use the code, paths, cluster and loggers that the run's folder names")

@@ -37,9 +37,9 @@ def train(
 ) -> Any:
     """Trains PPO, or MAPPO where an env has agents, as ``muster train`` does, and returns the `Run`.
 
-    With the same values both leave the same weights and the same metrics. What is left out has the value of the preset
-    for the env's kind. ``run.path`` is the folder, ``run.metrics`` has its columns, ``run.policy`` acts, ``run.plot()``
-    is a figure, and ``run.film()`` a film.
+    With the same values both leave the same weights and the same metrics. Options override ``config``, and ``config``
+    overrides the preset for the env's kind. ``run.path`` is the folder, ``run.metrics`` has its columns,
+    ``run.policy`` acts, ``run.plot()`` is a figure, and ``run.film()`` a film.
 
     env: an env id, ``module:factory``, ``file.py:factory``, or a function or class that makes one env. None with
         ``resume``, where a name leads to the run's env.
@@ -52,9 +52,8 @@ def train(
     callback: is called with the metrics of each iteration once they are saved, a dict by the columns of metrics.csv.
         Where it returns False, or raises, the run ends, and is saved.
     options: the other options of the command by their names, such as ``total_steps``, ``num_envs``, ``env_kwargs``,
-        ``wrappers``, ``eval_every`` and ``num_workers``. They count before ``config``. ``resume=run.path`` goes on with
-        a run; objects that it was given are handed over again. With ``seeds=3`` there are three runs, of which a list
-        is returned.
+        ``wrappers``, ``eval_every`` and ``num_workers``. ``resume=run.path`` resumes a run; pass the objects
+        that it was given again. With ``seeds=3`` there are three runs, and a list of them is returned.
 
     Raises ConfigError for bad values, UsageError where the run cannot begin there or the network cannot be trained,
     what envs and the callback raise, and KeyboardInterrupt after Ctrl-C. What was reached is saved in any case.

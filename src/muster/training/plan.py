@@ -32,7 +32,7 @@ SINCE_AGENTS = ("policy", "memory_size", "sequence_length", "sprite", "episode_i
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run does besides training, also when it goes on."""
+    """Options of a run besides training, also when it is resumed."""
 
     eval_every: int | None = option(
         None, "env steps between two evaluations, in envs of their own; the best state is kept; None: none", least=1
