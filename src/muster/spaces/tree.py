@@ -200,10 +200,8 @@ class Leaf(Node):
         """An array of the leaf's dtype. Arrays are cast, whatever is lost; the rest raises what NumPy 2 raises."""
         try:
             if _WRAPS and self.dtype.kind in "iu" and not hasattr(value, "dtype"):
-                limits = np.iinfo(self.dtype)
                 for number in map(int, np.asarray(value, object).flat):
-                    if not limits.min <= number <= limits.max:
-                        raise OverflowError(f"Python integer {number} out of bounds for {self.dtype}")
+                    number.to_bytes(self.dtype.itemsize, signed=self.dtype.kind == "i")  # raises OverflowError
             return _squeezed(np.asarray(value, self.dtype), self.shape)
         except Exception as error:
             error.add_note(f"{self.path} is {_brief(value)}, expected {self._expected()}")
