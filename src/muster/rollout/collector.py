@@ -84,7 +84,7 @@ class Collector(BatchSource):
         its modules start without a state, or from zeros. None: the policy's own ``initial_state``, if it has one.
     exploration: how distributions in the policy are drawn from.
 
-    Batches of envs that give an ``"action_mask"`` of a Discrete action space, in a Dict observation or the infos of the
+    Batches of envs that give an ``"action_mask"`` of a discrete action space, in a Dict observation or the infos of the
     first reset, have it as bool ``[N, T, n]`` under that key. Where it is missing or all False, all is allowed.
     Batches of dm_env's envs also have ``("next", "discount")``, of several players ``("next", group, "discount")``:
     float32, shaped like the reward, 0 where the step terminates the episode and 1 elsewhere, unless the env says
