@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,32 +144,27 @@ class TestMasks:
         assert_close(log_prob.item(), math.log(0.75))
         assert_close(entropy.item(), -0.25 * math.log(0.25) - 0.75 * math.log(0.75))
 
-    def test_what_is_no_mask_of_the_actions_is_none(self):
-        with mappo_on(Ticked) as mappo:
-            rollout = mappo.collect_rollouts()["w"]
-            assert rollout.masks is None
-            assert rollout.actions.unique().tolist() == [0, 1]
-            assert abs(mappo.learners["w"].loss(rollout, 0.2)[1][3]) < 1e-6
-
-
-class Ticked(Comings):
-    """Its "action_mask" is not of a Discrete action space."""
-
-    def __init__(self) -> None:
-        super().__init__("terminated")
-
-    def observation_space(self, agent: str) -> spaces.Space[Any]:
-        return spaces.Dict({"observation": super().observation_space(agent), "action_mask": spaces.MultiBinary(4)})
-
-    def action_space(self, agent: str) -> spaces.Space[Any]:
-        return spaces.MultiDiscrete([2, 2])
-
-    def _obs(self) -> dict[str, Any]:
-        mask = np.array([1, 0, 1, 0], np.int8)
-        return {agent: {"observation": obs, "action_mask": mask} for agent, obs in super()._obs().items()}
-
 
 class TestCritics:
+    @pytest.mark.parametrize("space", [None, {"w_0": spaces.Box(0, 1), "w_1": spaces.Box(0, 1)}, spaces.Box(0, 1)])
+    def test_a_line_says_which_critic_it_is(self, space: Any, caplog: pytest.LogCaptureFixture):
+        class Stating(Comings):
+            state_space = space
+
+            def state(self) -> Any:
+                return np.zeros(1, np.float32)
+
+        make = functools.partial(Stating, "truncated")
+        config = MAPPOConfig(num_envs=2, num_steps=8, total_steps=16, num_minibatches=1)
+        with muster.make_vec(make, 2, backend="serial", autoreset_mode="same_step", state=True) as envs:
+            mappo = MAPPO(envs, config)
+        if isinstance(space, spaces.Box):
+            assert mappo.critic_sees.startswith("The centralised critic sees the env's state, Box(")
+            assert not caplog.messages
+        else:
+            assert caplog.messages == [mappo.critic_sees]
+            assert "all agents' observations, since state() has no state_space" in mappo.critic_sees
+
     def test_a_centralised_critic_sees_the_state_and_the_agents_index(self):
         with mappo_on("pettingzoo/mpe/simple_spread_v3", critic="centralised") as mappo:
             policy, rollout = mappo.policies["agent"], mappo.collect_rollouts()["agent"]

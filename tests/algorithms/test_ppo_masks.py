@@ -120,25 +120,3 @@ def test_a_mask_that_allows_nothing_allows_all(run: Path):
         )  # fmt: skip
 
     np.testing.assert_array_equal(acted(0), acted(1))
-
-
-class Other(Doors):
-    """Its "action_mask" is none of its action space, and says nothing."""
-
-    def __init__(self, action_space: gym.Space[Any]) -> None:
-        super().__init__("obs")
-        self.action_space = action_space
-
-    def step(self, action: Any) -> Any:
-        self.open[:] = False
-        return super().step(1)
-
-
-@pytest.mark.parametrize(
-    "space", [spaces.MultiDiscrete([2, 2]), spaces.Discrete(3), spaces.Box(-1, 1, (4,), np.float32)], ids=str
-)
-def test_what_is_no_mask_of_the_actions_is_none(space: gym.Space[Any]):
-    with muster.make_vec(functools.partial(Other, space), 2, backend="serial", autoreset_mode="same_step") as envs:
-        ppo = PPO(envs, PPOConfig(**SIZES))
-        assert ppo.collect_rollout().masks is None
-        ppo.iterate()

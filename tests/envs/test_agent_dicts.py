@@ -325,6 +325,42 @@ def test_agents_that_are_gone_may_stay_in_the_dicts() -> None:
     assert (terminated.tolist(), truncated.tolist()) == ([True], [False])
 
 
+REWARDED = {  # the dead red_1's reward of step 3, before and after the others', and in a dict that makes up others
+    "first": lambda told: {"red_1": 7.5, **told},
+    "last": lambda told: {**told, "red_1": np.float32(7.5)},
+    "alone": lambda told: {"red_1": 7.5},
+    "made up": lambda told: collections.defaultdict(float, {"red_1": 7.5}),
+}
+
+
+@pytest.mark.parametrize("how", [*REWARDED, "of 0", "of nobody yet"])
+def test_a_reward_after_the_end_of_its_agent_is_named_unless_it_is_0(how: str) -> None:
+    class Rewarded(Script):
+        def step(self, actions: dict[str, Any]) -> Any:
+            obs, rewards, *rest = super().step(actions)
+            if self.t == 3:
+                rewards = REWARDED.get(how, lambda told: {**told, "a_1": 0.0, "b_0": np.zeros(())})(rewards)
+            return obs, {"a_1" if agent == "red_1" else agent: one for agent, one in rewards.items()}, *rest
+
+    ends = dict.fromkeys([(2, "a_1"), (4, "a_0"), (4, "b_0")], "terminated")
+    there = ["a_0 a_1 b_0", "a_0 a_1 b_0", "a_0 b_0", "a_0 b_0", ""]
+    if how == "of nobody yet":
+        ends, there = {}, ["a_0 b_0"] * 5
+    make = functools.partial(Rewarded, there, ends)
+
+    def play() -> None:
+        with muster.make_vec(make, 1, backend="serial", autoreset_mode="disabled") as envs:
+            envs.reset(seed=0)
+            for _ in range(4):
+                envs.step(ones(1))
+
+    if how in REWARDED:
+        with pytest.raises(SpecMismatch, match=r"env 0 .*step 2.*rewards give .*7\.5.* to 'a_1', .*has ended"):
+            play()
+    else:
+        play()
+
+
 class Blaming(Masked):
     """Gives a_0's info to nobody that exists, in the call `since` and later ones."""
 
@@ -420,3 +456,36 @@ def test_one_that_leaves_an_env_of_turns_pauses_and_loses_no_reward(returns: boo
     assert [row[4]["alive"]["p"][0, 2] for row in rows] == [True, False, False, returns, returns, True]
     assert [row[1]["p"][0, 2] for row in rows] == [0, 0, 0, 0, 0, 6]
     assert rows[5][4]["agent_truncated"]["p"].tolist() == [[False, False, not returns]]
+
+
+class Won(Turns):
+    """An env of turns in which p_0 ends first. told: what it says of p_0's reward at later turns. kept: at its end."""
+
+    def __init__(self, name: str, told: float, kept: float) -> None:
+        super().__init__()
+        self.name, self.told, self.kept = name, told, kept
+
+    def step(self, action: Any) -> None:
+        ends = self.agent_selection == "p_0" and action is None
+        super().step(action)
+        there = {agent: self.owed[agent] for agent in self.agents}
+        gone = {} if "p_0" in self.agents else {"p_0": self.kept if ends else self.told}
+        setattr(self, self.name, {**there, **gone})
+
+
+@pytest.mark.parametrize("name", ["rewards", "_cumulative_rewards"])
+@pytest.mark.parametrize(("told", "kept"), [(10.0, 0.0), (12.0, 2.0), (0.0, 2.0), (2.0, 2.0), (0.0, 0.0)])
+def test_a_reward_of_turns_after_the_end_is_named_unless_it_was_handed_over(
+    name: str, told: float, kept: float
+) -> None:
+    with muster.make_vec(functools.partial(Won, name, told, kept), 1, backend="serial") as envs:
+        envs.reset(seed=0)
+
+        def play() -> float:
+            return sum(float(envs.step({"p": np.zeros((1, 3, 1), np.float32)})[1]["p"][0, 0]) for _ in range(9))
+
+        if told in (0.0, kept):
+            play()
+        else:
+            with pytest.raises(SpecMismatch, match=rf"env 0 .*step \d+.*rewards give {told} to 'p_0'"):
+                play()

@@ -277,5 +277,7 @@ def test_other_infos_of_that_name_are_no_masks():
         def _row(self):
             return super()._row()[0], {"action_mask": np.ones(3, np.int8)}
 
-    with Collector(functools.partial(Other, "infos", 0), frames_per_batch=4, make_vec_options=SERIAL) as collector:
+    policy = lambda obs: torch.full((len(obs),), 2)  # noqa: E731
+    make = functools.partial(Other, "infos", 0)
+    with Collector(make, policy, frames_per_batch=4, make_vec_options=SERIAL) as collector:
         assert "action_mask" not in collector.rollout()

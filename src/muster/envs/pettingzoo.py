@@ -85,11 +85,15 @@ def specs_of(env: Any, state: bool) -> AgentSpecs:
     if len(set(agents)) != len(agents):
         twice, _ = collections.Counter(agents).most_common(1)[0]
         raise SpecMismatch(f"{type(env).__name__} names {twice!r} more than once in its possible_agents {agents}")
+    state_space = _state_space(env) if state else None
+    own_state = getattr(getattr(env, "unwrapped", env), "state", None)
+    has_state = callable(own_state) and not getattr(own_state, "__module__", "").startswith("pettingzoo.utils")
     return AgentSpecs(
         agents,
         {agent: env.observation_space(agent) for agent in agents},
         {agent: env.action_space(agent) for agent in agents},
-        state_space=_state_space(env) if state else None,
+        state_space=state_space,
+        lacks_state=state and has_state and state_space is None,
     )
 
 

@@ -93,7 +93,7 @@ class Collector(BatchSource):
         "is_success". None or () for none. A UserWarning says once which name no env has, and which stands for
         something else, such as an array or a text.
 
-    Batches of envs that give an ``"action_mask"`` of a Discrete action space, in a Dict observation or the infos of the
+    Batches of envs that give an ``"action_mask"`` of a discrete action space, in a Dict observation or the infos of the
     first reset, have it as bool ``[N, T, n]`` under that key. Where it is missing or all False, all is allowed.
     Batches of dm_env's envs also have ``("next", "discount")``, of several players ``("next", group, "discount")``:
     float32, shaped like the reward, 0 where the step terminates the episode and 1 elsewhere, unless the env says

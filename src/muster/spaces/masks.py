@@ -60,8 +60,9 @@ def unusable(masks: Any, space: Space, *lead: int, of: str = "the action mask", 
     given, length = _array(masks), mask_length(space)
     fitting = f"{(*lead, length)} of 0 and 1" if length else "none, which is for Discrete, MultiDiscrete, MultiBinary"
     return SpecMismatch(
-        f"{of} has shape {given.shape}, expected {expected or fitting}, for the actions {space}; got "
-        f"{reprlib.repr(given.tolist())}. Mend it, or rename what is no mask in a wrapper"
+        f"{of} has shape {given.shape}, expected {expected or fitting}, for the actions "
+        f"{' '.join(str(space).split())}; got {reprlib.repr(given.tolist())}. Mend it, or rename what is no mask in a "
+        "wrapper"
     )
 
 

@@ -148,6 +148,8 @@ def _print_header(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console, *, r
         f"{escape(preset)}[/]",
         soft_wrap=True,
     )
+    if sees := getattr(ppo, "critic_sees", ""):
+        console.print(escape(sees), soft_wrap=True)
     if ppo.schedule.began_again:
         rate = ppo.schedule.at(ppo.steps).learning_rate
         console.print(

@@ -22,8 +22,8 @@ _HARMLESS = (
     "torch_threads critic share_params episode_info make_vec.num_workers make_vec.backend make_vec.context "
     "make_vec.caller_steps make_vec.one_env_per_process make_vec.threads_per_worker make_vec.start_timeout "
     "make_vec.step_timeout make_vec.close_timeout make_vec.on_failure make_vec.max_restarts make_vec.memory_check "
-    "collectors.num_collectors collectors.nodes collectors.collect_timeout collectors.preemptive_threshold collectors.threads_per_collector "
-    "run.eval_every run.eval_episodes run.checkpoint_every run.keep with spaces"
+    "collectors.num_collectors collectors.nodes collectors.collect_timeout collectors.preemptive_threshold "
+    "collectors.threads_per_collector run.eval_every run.eval_episodes run.checkpoint_every run.keep with spaces"
 )
 NEED_NO_TRUST = frozenset(_HARMLESS.split())
 

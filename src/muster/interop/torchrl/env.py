@@ -10,6 +10,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
 from torchrl._utils import seed_generator
+from torchrl.data import Binary
 from torchrl.envs import EnvBase
 
 from muster.errors import ConfigError, WrongType
@@ -167,7 +168,8 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         self._masked_groups.update(infos.get("action_mask", ()))
         for group in self._masked_groups:
             spec = self.input_spec["full_action_spec", group, "action"]
-            spec.update_mask(self._current[group]["action_mask"].clone())
+            if not isinstance(spec, Binary):  # which has masks of another kind
+                spec.update_mask(self._current[group]["action_mask"].clone())
 
     def _set_seed(self, seed: int | None) -> None:
         self.set_seed(seed)
