@@ -22,12 +22,11 @@ out_of_time=0
 trap 'out_of_time=1; kill -TERM "$training"' USR1
 trap 'kill -TERM "$training"' TERM
 
-wait "$training"
-status=$?
-while kill -0 "$training" 2>/dev/null; do # a signal has ended the wait, and not the training
+while kill -0 "$training" 2>/dev/null; do # a signal ends the wait, and not the training
   wait "$training"
-  status=$?
 done
+wait "$training" # bash remembers its status
+status=$?
 
 if [ "$out_of_time" -eq 1 ] && [ "$status" -eq 143 ]; then # stopped by SIGTERM, and saved
   scontrol requeue "$SLURM_JOB_ID"

@@ -90,7 +90,16 @@ def hand_over(data: bytes, lost: int, more: Mapping[str, Any] = MappingProxyType
 
 def of_wait(text: str) -> bytes:
     """A warning about a long wait, as a worker's record travels."""
-    data = pickle.dumps(({"name": _log.name, "levelno": logging.WARNING, "msg": text, _OF_WAIT: True}, ()))
+    return _record({"name": _log.name, "msg": text, _OF_WAIT: True})
+
+
+def of_print(stream: str, text: str) -> bytes:
+    """A line that a worker has printed, as its records travel. stream: "stdout" or "stderr"."""
+    return _record({"name": f"{_log.name}.{stream}", "msg": text, "env_index": None, "worker_index": None})
+
+
+def _record(fields: dict[str, Any]) -> bytes:
+    data = pickle.dumps(({"levelno": logging.WARNING, **fields}, ()))
     return _LENGTH.pack(len(data)) + data
 
 

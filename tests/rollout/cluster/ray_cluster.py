@@ -2,13 +2,15 @@
 
 The argument is the number of raylets, of 1 CPU each; the first one is the head's, and with several has none.
 ``metadata JSON``: what the head says of the cluster's versions.  ``no raylet``: kills the head's raylet.
-``no head``: kills the head.  ``remove NODE_ID``: kills that node's raylet.  ``add``: starts one more.
+``no head``: kills the head.  ``no head+hosts``: the head and all node hosts.  ``signal NUMBER``: that to all of Ray.
+``remove NODE_ID``: kills that node's raylet.  ``add``: starts one more.
 """
 
 from __future__ import annotations
 
 import sys
 
+import psutil
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
@@ -32,6 +34,13 @@ for line in sys.stdin:
             pass
     elif content == "head":
         cluster.head_node.kill_gcs_server()
+    elif content == "head+hosts":
+        for one in psutil.Process().children(recursive=True):
+            if one.name() == "gcs_server" or "NodeActor" in " ".join(one.cmdline()):
+                one.kill()
+    elif verb == "signal":
+        for one in psutil.Process().children(recursive=True):
+            one.send_signal(int(content))
     elif verb == "remove":
         cluster.remove_node(next(one for one in cluster.worker_nodes if one.node_id == content), allow_graceful=False)
     elif verb == "add":

@@ -162,8 +162,13 @@ def node_goes_and_comes(address):
     return {"others": all(one[0] for one in present), "masked": [True, False] in present, "warned": texts, "up": states}
 
 
-def goes_on(address, on_failure):
-    """Collects until an error, whose state it can still save; lives for longer than Ray would let it."""
+def goes_on(address, on_failure, connected=""):
+    """Collects until an error, whose state it can still save; lives for longer than Ray would let it.
+
+    connected: "user" for a connection that the program has made itself.
+    """
+    if connected:
+        importlib.import_module("ray").init(address, log_to_driver=False)
     collector = collecting(address, on_failure=on_failure)
     collector.rollout()
     say(ready=True)
@@ -175,7 +180,8 @@ def goes_on(address, on_failure):
     except muster.errors.NodeLost as error:
         text, noticed_s = str(error), time.monotonic() - began
     state = sorted(collector.state_dict())
-    time.sleep(70)
+    collector.shutdown()
+    time.sleep(max(0.0, 90 - noticed_s))
     return {"error": text, "noticed_s": noticed_s, "state": state}
 
 

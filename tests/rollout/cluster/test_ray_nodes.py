@@ -103,15 +103,23 @@ def test_a_node_may_go_and_another_come():
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("what", "text"),
-    [("head", "the cluster's head, at {address}, does not answer"), ("raylet", "this machine's Ray has ended")],
+    ("what", "driver", "text"),
+    [
+        ("no head", ["restart"], "the cluster's head, at {address}, does not answer"),
+        ("no raylet", ["restart"], "this machine's Ray has ended"),
+        ("no head+hosts", ["raise"], " is lost: "),
+        ("no head+hosts", ["raise", "user"], " is lost: "),
+        ("no head+hosts", ["restart", "user"], " is lost: "),
+        (f"signal {signal.SIGTERM:d}", ["raise"], " is lost: "),
+        (f"signal {signal.SIGUSR1:d}", ["restart", "user"], " is lost: "),
+    ],
 )
-def test_the_process_outlives_the_head_and_its_own_raylet(what, text):
+def test_the_process_outlives_the_head_its_own_raylet_and_the_whole_cluster(what, driver, text):
     for cluster in run_cluster(3):
-        with start(cluster, "goes_on", "restart") as program:
+        with start(cluster, "goes_on", *driver) as program:
             said = lines(program)
             assert next(said) == {"ready": True}
-            cluster.ask(f"no {what}")
+            cluster.ask(what)
             seen = next(said)["returned"]
             assert program.wait() == 0
         assert text.format(address=cluster.address) in seen["error"]

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import re
+import subprocess
+import sys
 import time
+import warnings
 
 import pytest
 from collecting import Constant, count_env
@@ -127,3 +132,75 @@ def test_each_node_is_told_to_stop_the_batch_that_it_is_in():
 
 def last_orders(host):
     return [one for one in host.orders if one[0] in ("collect", "stop")][-2:]
+
+
+class Printing(CountingEnv):
+    """Prints in each way that there is, to each stream."""
+
+    def __init__(self):
+        super().__init__(9)
+        print("built", file=sys.stderr)
+
+    def prints(self):
+        print("100 %")
+        os.write(1, b"raw \xff\x00\n")
+        subprocess.run(["echo", "from a child"], check=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("too warm", UserWarning, stacklevel=1)
+        print("no end", end="", flush=True)
+
+    def floods(self):
+        for k in range(30_000):
+            os.write(1, b"%05d %b\n" % (k, bytes(300)))
+
+    def dies(self):
+        print("last words", flush=True)
+        os._exit(3)
+
+
+def printed_in(caplog):
+    """The texts of lines by their streams, and by the indices of the nodes."""
+    lines = {}
+    for one in caplog.records:
+        if one.name in ("muster.stdout", "muster.stderr"):
+            place, _, text = one.getMessage().partition("): ")
+            assert place == f"node {one.node_index} (local-{one.node_index}"
+            assert one.levelname == "WARNING"
+            lines.setdefault((one.name.removeprefix("muster."), one.node_index), []).append(text)
+    return lines
+
+
+def test_what_envs_print_comes_as_log_records_with_the_node(caplog, capfd):
+    collector = collecting(Printing, LocalNodes())
+    collector.call("prints")
+    while len(lines := printed_in(caplog)) < 4 or any(len(texts) < 3 for texts in lines.values()):
+        collector.get_attr("length")  # stderr takes a while longer
+    for node in range(2):
+        assert lines["stdout", node] == ["100 %", "raw \ufffd\0", "from a child", "no end"]
+        built, warned, *_ = lines["stderr", node]
+        assert (built, "UserWarning: too warm" in warned) == ("built", True)
+    assert "100 %" not in capfd.readouterr().out
+    caplog.clear()
+    collector.call("floods")
+    for (stream, _), texts in printed_in(caplog).items():
+        if stream == "stderr":
+            assert re.match(r"\d+ printed lines before this one are lost: more than 4 MB", texts[0])
+        else:
+            assert 1_000 < len(texts) < 30_000
+            assert texts[-1].startswith("29999 ")
+    with pytest.raises(muster.errors.WorkerDied):
+        collector.call("dies")
+    assert any("last words" in texts for texts in printed_in(caplog).values())
+    collector.shutdown()
+
+
+def test_printed_lines_are_switched_off_as_records_are(caplog):
+    quiet = logging.getLogger("muster.stdout")
+    quiet.setLevel(logging.ERROR)
+    try:
+        with collecting(Printing, LocalNodes(1)) as collector:
+            collector.call("prints")
+    finally:
+        quiet.setLevel(logging.NOTSET)
+    assert {stream for stream, _ in printed_in(caplog)} == {"stderr"}

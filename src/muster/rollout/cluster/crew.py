@@ -86,6 +86,9 @@ class Crew:
             return answer.content
         if answer.closed:
             self.close()
+        if why := self._engine.why_ended():  # of which that failure is a part
+            member.reason, member.failure = why, answer.failure
+            raise self.lost(member)
         answer.failure.add_note(f"On {member.place}.")
         raise answer.failure
 
@@ -169,7 +172,7 @@ class Crew:
             warned.append((text, RuntimeWarning))
         elif room:
             say(text)
-        member.is_said = bool(room)
+        member.is_said = True  # a head that is asked again and again may be gone at one time, which nobody outlives
 
     def _meet(self, member: Member, answer: Answered, warned: Warned) -> None:
         """Checks what a node has, and has it start its collectors. Raises ConfigError."""

@@ -89,6 +89,10 @@ class Engine(ABC):
         """The least memory that a node has for messages on their way; what is over goes by disk."""
         return math.inf
 
+    def why_ended(self) -> str:
+        """Why no node is there any more, nor can come; empty as long as one may."""
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Ends all that it has started. For any time."""

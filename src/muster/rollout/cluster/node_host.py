@@ -23,6 +23,7 @@ from muster.pool.closing import CloseLimits
 from muster.pool.notices import say_by
 from muster.pool.place import Plan
 from muster.rollout.cluster.engine import Parcel
+from muster.rollout.cluster.node_prints import NodePrints
 from muster.rollout.cluster.node_probe import missing_here, versions_here
 from muster.rollout.fields import Array
 from muster.rollout.processes.replica import ReplicaFields
@@ -155,12 +156,14 @@ class NodeHost:
         warnings.simplefilter("always", RuntimeWarning)
         warnings.showwarning = self._note
         say_by(self._say)
+        self._place, self._prints = "", NodePrints()
 
     def begin(self, plan: NodePlan, attributes: Attributes) -> ReplicaPool:
         """Begins to start replicas. attributes: those that envs get when they are built."""
         kept = KeptAttributes(plan.num_envs, lambda value, name: value)  # what is set is packed already
         for env, of_env in attributes.items():
             kept[env] = {name: Packed(data) for name, data in of_env.items()}
+        self._place = f"node {plan.plans[0][0].info.node_index} ({self.host})"
         self._pool = ReplicaPool(plan.of_pool(), self._weights_fd, kept, self._take_logs)
         return self._pool
 
@@ -187,8 +190,10 @@ class NodeHost:
             content = act(*arguments)
         except Exception as error:  # the fleet raises it
             failure = error
+        printed = self._prints.take(self._place, ends_lines=orders is _Orders or name == "close")
         with self._guard:
             happened, self._happened = self._happened, Answered()
+        happened.logs += printed
         happened.content, happened.failure = content, failure
         happened.closed = self._pool is not None and self._pool.closed
         return sealed(happened)

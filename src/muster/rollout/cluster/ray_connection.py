@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import importlib
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,12 +32,16 @@ from typing import Any
 from muster.errors import ClosedError, ConfigError
 from muster.extras import require
 from muster.pickling.interrupts import new_in_child
+from muster.pool.worker_process import readable
 
-_PORT_S = _HEAD_S = 5.0
+_PORT_S = 5.0
+_HEAD_S = 2.0  # between two looks at the head, and for its answer
+_SETTLED_S, _AFTER_S = 15.0, 20.0
 _CHILD_S = 20.0
 _EMPTYING_S = 5.0
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": 127.0.0.1 alone. Read as Ray is imported
 _TOKEN = secrets.token_hex(32)  # of own clusters: a process keeps the first one that Ray has read
+_FOLDER = "muster-ray-"
 _LONGEST_FOLDER = 30  # the sockets below it have 65 more characters of the 107 that a socket's name may have
 _STARTING = "`ray start --head --disable-usage-stats`"
 
@@ -95,17 +102,22 @@ class Connection:
     _lost: str = field(default="", init=False)
     _in_use: int = field(default=0, init=False)  # calls of Ray that are under way
     _calls: threading.Condition = field(default_factory=threading.Condition, init=False)
-    _closed: threading.Event = field(default_factory=threading.Event, init=False)
+    _watched_until: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
-        self._job = self._job_here()
-        threading.Thread(target=self._watch_head, name="muster-ray-head", daemon=True).start()
+        self._job, self._raylet = self._job_here(), _raylet_here(self.ray)
+        self._watch = threading.Thread(target=self._watch_cluster, name="muster-ray-head", daemon=True)
+        self._watch.start()
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[Any]:
-        """Encloses short calls of `ray`, the module, which is what it gives. Raises ConnectionLost."""
+    def used(self, *, asks_head: bool = False) -> Iterator[Any]:
+        """Encloses short calls of `ray`, the module, which is what it gives. Raises ConnectionLost.
+
+        asks_head: whether one waits for the head, by which Ray ends this process where no answer comes.
+        """
+        gone = asks_head and not self.why_lost() and not self._head_answers()
         with self._calls:
-            if self._lost or not self.is_there():
+            if self.why_lost() or gone or not self.is_there():
                 raise ConnectionLost(self._lost or "this process's connection to Ray was ended, by ray.shutdown()")
             self._in_use += 1
         try:
@@ -122,25 +134,41 @@ class Connection:
     def _job_here(self) -> str:
         return str(self.ray.get_runtime_context().get_job_id())
 
-    def _watch_head(self) -> None:
-        """Ends the connection where the head is gone: else Ray ends this process, a minute after."""
+    def why_lost(self) -> str:
+        """Why the connection is of no use any more; empty where it is.
+
+        Looked at before each call: without a raylet, Ray ends this process as it is handed a large object.
+        """
+        if not self._lost and readable([self._raylet], 0.0):
+            self._lost = "this machine's Ray has ended"
+        return self._lost
+
+    def _head_answers(self) -> bool:
+        try:
+            socket.create_connection(_host_and_port(self.address), _HEAD_S).close()
+        except OSError:
+            return False
+        return True
+
+    def _watch_cluster(self) -> None:
+        """Ends the connection where the head or the raylet is gone: else Ray ends this process, a minute after."""
         misses = 0
-        while misses < 2:
-            if self._closed.wait(_HEAD_S):
+        while not self.why_lost():
+            time.sleep(_HEAD_S / (1 + misses))
+            if time.monotonic() > self._watched_until:
                 return
-            try:
-                socket.create_connection(_host_and_port(self.address), _PORT_S).close()
-                misses = 0
-            except OSError:
-                misses += 1
+            misses = 0 if self._head_answers() else misses + 1
+            if misses == 2:
+                self._lost = f"the cluster's head, at {self.address}, does not answer"
         with self._calls:
-            self._lost = f"the cluster's head, at {self.address}, does not answer"
             self._calls.wait_for(lambda: not self._in_use)
             if self.is_there():
                 self.ray.shutdown()
 
     def close(self) -> None:
         """Takes back one `connect`. The last one ends the connection, and a cluster that it has started."""
+        if self.why_lost() or not self._head_answers():
+            self._watch.join(_SETTLED_S)  # Ray's hooks for the end of a program would wait for the head
         with _lock:
             self._users -= 1
             if self._users == 0:
@@ -150,11 +178,13 @@ class Connection:
         global _shared
         _shared = None if _shared is self else _shared
         atexit.unregister(self._end)
-        self._closed.set()
+        # A node may be lost a moment before the rest of the cluster.
+        self._watched_until = time.monotonic() + (0.0 if self.is_own else _AFTER_S)
         if self._pid != os.getpid() or not self.is_own:  # a forked child has nothing of it
             return
-        if self.is_there():
-            self.ray.shutdown()
+        with self._calls:
+            if self.is_there():
+                self.ray.shutdown()
         deadline = time.monotonic() + _EMPTYING_S
         # Ray's helpers write their last lines after it.
         while self.folder is not None and os.path.exists(self.folder) and time.monotonic() < deadline:
@@ -195,6 +225,17 @@ def this_node() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
+
+
+def _raylet_here(ray: Any) -> int:
+    """A pidfd of this machine's raylet, which listens at a socket; -1 where that is not known."""
+    with socket.socket(socket.AF_UNIX) as one:
+        try:
+            one.connect(ray._private.worker._global_node.raylet_socket_name)
+            pid, _, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            return os.pidfd_open(pid)
+        except OSError:
+            return -1
 
 
 def _connect(address: str | None, runtime_env: RuntimeEnv) -> Connection:
@@ -387,8 +428,7 @@ def _why_not(address: str, facts: dict[str, Any], last: str) -> str:
 
 def _start(runtime_env: RuntimeEnv) -> Connection:
     """A cluster of this process's own, on 127.0.0.1 alone and behind a token, with its files in a folder of its own."""
-    above = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="muster-ray-", dir=above if len(above) <= _LONGEST_FOLDER else "/tmp")
+    folder = _make_folder()
     with contextlib.ExitStack() as undone, _kept_surroundings():
         undone.callback(shutil.rmtree, folder, ignore_errors=True)
         if "ray" not in sys.modules:
@@ -417,6 +457,31 @@ def _start(runtime_env: RuntimeEnv) -> Connection:
             raise ConfigError(f"Ray cannot start a cluster on this machine: {error}") from error
         undone.pop_all()
         return Connection(ray, _address_here(ray), folder, runtime_env=runtime_env)
+
+
+def _make_folder() -> str:
+    """A folder for a cluster, locked as long as this process lives; removes those of processes that are gone."""
+    above = next(one for one in (tempfile.gettempdir(), "/tmp") if len(one) <= _LONGEST_FOLDER)
+    for left in Path(above).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError):  # in use, or a link
+            if left.lstat().st_uid == os.geteuid():
+                os.close(_locked(left))
+                shutil.rmtree(left, ignore_errors=True)
+    made = tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=above)  # by another name, until it is locked
+    _locked(made)
+    folder = made.replace(f".{_FOLDER}", _FOLDER)
+    os.rename(made, folder)
+    return folder
+
+
+def _locked(folder: Path | str) -> int:
+    fd = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ class RayHost(Host):
 
     def kill(self) -> None:
         try:
-            with self._connection.used() as ray:
+            with self._connection.used(asks_head=True) as ray:
                 ray.kill(self._actor, no_restart=True)
         except ConnectionLost:
             pass  # and so is the actor
@@ -124,6 +124,8 @@ class RayEngine(Engine):
         self._hosts: dict[int, RayHost] = {}
         self._asked: dict[int, dict[str, Any]] = {}
         self._stored, self._closed = Stored(), False
+        # Ray sends each class to the head once, and waits for that.
+        self._kind = self._connection.ray.remote(concurrency_groups={"order": 1, "beside": _BESIDE})(NodeActor)
 
     def places(self, most: int) -> Sequence[Place]:
         with self._connection.used() as ray:
@@ -160,19 +162,23 @@ class RayEngine(Engine):
         self._asked[index] = {name: amount for name, amount in named.items() if amount}
         of_all, own = self._connection.runtime_env, self._cluster.runtime_env
         runtime_env = {**own} if own and own != of_all else {}
-        with self._connection.used() as ray, _refused(index):
-            kind = ray.remote(concurrency_groups={"order": 1, "beside": _BESIDE})(NodeActor)
-            actor = kind.options(
-                num_cpus=cpus,
-                num_gpus=wish.gpus,
-                memory=wish.memory_bytes,
-                resources={**(wish.resources or {})},
-                label_selector={**(wish.labels or {})},
-                scheduling_strategy=self._strategy(ray, index, spot, is_first=index not in self._hosts),
-                runtime_env=runtime_env,
-            )
-            self._hosts[index] = RayHost(self._connection, actor.remote(), self._stored)
-        return self._hosts[index]
+        is_first = index not in self._hosts
+        try:
+            with self._connection.used() as ray, _refused(index):
+                actor = self._kind.options(
+                    num_cpus=cpus,
+                    num_gpus=wish.gpus,
+                    memory=wish.memory_bytes,
+                    resources={**(wish.resources or {})},
+                    label_selector={**(wish.labels or {})},
+                    scheduling_strategy=self._strategy(ray, index, spot, is_first=is_first),
+                    runtime_env=runtime_env,
+                )
+                self._hosts[index] = RayHost(self._connection, actor.remote(), self._stored)
+        except ConnectionLost:
+            if is_first:
+                raise
+        return self._hosts[index]  # where the connection is lost, the one before: `wait` says so
 
     def _strategy(self, ray: Any, index: int, spot: _Spot, *, is_first: bool) -> Any:
         strategies = ray.util.scheduling_strategies
@@ -201,25 +207,28 @@ class RayEngine(Engine):
             answer: Parcel = ray.get(ticket, timeout=_FETCH_S)
             return answer
         except ray.exceptions.RayError as error:
-            if not _is_alive(ray, this_node()):
-                return HostGone("this machine's Ray has ended", is_final=True)
             return HostGone(_in_a_line(ray, error))
 
     def room(self, index: int) -> str:
         asked, labels = self._asked[index], self._spots[index].wish.labels
-        with self._connection.used() as ray:
-            if self._hosts[index].is_placed(ray):
-                return ""
-            free = [
-                f"{host} has {_in_words({name: own.get(name, 0) for name in asked})}" for _, host, own in _free(ray)
-            ]
+        try:
+            with self._connection.used(asks_head=True) as ray:
+                free = None if self._hosts[index].is_placed(ray) else [*_free(ray)]
+        except ConnectionLost:
+            free = None  # `wait` says so
+        if free is None:
+            return ""
+        there = [f"{host} has {_in_words({name: own.get(name, 0) for name in asked})}" for _, host, own in free]
         on = f" on a node with the labels {dict(labels)}" if labels else ""
-        return f"it asks for {_in_words(asked)}{on}. Free of that: {', '.join(free) or 'no node is there'}"
+        return f"it asks for {_in_words(asked)}{on}. Free of that: {', '.join(there) or 'no node is there'}"
 
     def store_bytes(self) -> float:
         with self._connection.used() as ray:
             stores = [node["Resources"].get("object_store_memory", math.inf) for node in ray.nodes() if node["Alive"]]
         return min(stores, default=math.inf)
+
+    def why_ended(self) -> str:
+        return self._connection.why_lost()
 
     def close(self) -> None:
         if self._closed:
@@ -258,19 +267,15 @@ def _free(ray: Any) -> Iterator[tuple[str, str, dict[str, float]]]:
             yield node["NodeID"], node["NodeManagerAddress"], free.get(node["NodeID"], {})
 
 
-def _is_alive(ray: Any, node_id: str) -> bool:
-    return any(node["Alive"] and node["NodeID"] == node_id for node in ray.nodes())
-
-
 def _in_words(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:,g} {name}" for name, amount in resources.items()) or "nothing"
 
 
 def _in_a_line(ray: Any, error: Exception) -> str:
-    text = str(error)
+    """What Ray says, by the error alone: the head may be gone with the node."""
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return "its machine does not answer"
-    if isinstance(error, ray.exceptions.ActorDiedError) and error.actor_id is not None:
-        cause = ray._private.state.actors(error.actor_id).get("DeathCause")  # without what names the actor
-        text = getattr(getattr(cause, "actor_died_error_context", None), "error_message", "") or text
-    return f"Ray says: {textwrap.shorten(text, _SHOWN_CHARACTERS, placeholder=' ...')}"
+    said = f"{error}"
+    _, named, rest = said.rpartition("\n\t")  # lines that name the actor come before the cause
+    cause = rest.partition("\n")[2] if named else said
+    return f"Ray says: {textwrap.shorten(cause, _SHOWN_CHARACTERS, placeholder=' ...')}"
