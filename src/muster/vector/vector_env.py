@@ -485,8 +485,7 @@ class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, an
     def sample_actions(self) -> Any:
         """Random actions ``[N, ...]`` that the envs allow, of `action_space`, whose ``seed`` seeds them.
 
-        They are choices of the ``"action_mask"`` ``[n]`` in an env's last observation or infos; in a part of it that
-        has no True, all are. Raises SpecMismatch for a mask that does not fit the action space, or is no array.
+        Those of the ``"action_mask"`` in an env's last observation or infos; SpecMismatch for one that fits none.
         """
         return sample_actions(self, self._backend, self.info_reader.columns)
 
