@@ -7,6 +7,7 @@ import math
 import os
 import re
 import secrets
+import textwrap
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -175,7 +176,7 @@ def wandb_run(run: Path, run_id: str, **options: Any) -> Any:
             wandb.setup()
         return wandb.init(**options, settings=settings, resume="allow")
     except (wandb.Error, ValueError) as error:  # the latter for an id or a path that it does not take
-        why = " ".join(str(error).split())
+        why = textwrap.shorten(str(error), 500)
         raise UsageError(f"wandb does not start: {why}. Log in, or set WANDB_MODE=offline") from None
 
 
