@@ -237,8 +237,8 @@ def _inheriting() -> Iterator[None]:
 class Statement:
     """A statement that may set up something for envs. place, code: for messages: ``train.py:5``, and its line there.
 
-    is_store: it stores into an attribute or an item of what the script imports. The others are calls, and stores into
-    something else: they may do anything.  registers: of a call into what is imported, with texts among its arguments,
+    is_store: it stores into an attribute or an item of what the script imports, or calls a function ``register...`` of
+    it. The others are calls, and stores into something else: they may do anything.  registers: of a call into what is imported, with texts among its arguments,
     these and the package.
     """
 
@@ -320,6 +320,8 @@ class _Reader:
             shown = code if len(code) <= _SHOWN_CHARACTERS else f"{code[: _SHOWN_CHARACTERS - 4]} ..."
             texts = [one.value for one in arguments if isinstance(one, ast.Constant) and isinstance(one.value, str)]
             registers = frozenset([dotted.partition(".")[0], *texts] if dotted and texts else [])
+            # A registration is a store by another name.
+            is_store = is_store or dotted.rpartition(".")[2].startswith("register")
             self.statements.append(Statement(f"{self._name}:{target.lineno}", shown, is_store, registers))
 
     def _dotted(self, node: ast.expr) -> str | None:
