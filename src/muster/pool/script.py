@@ -238,8 +238,8 @@ class Statement:
     """A statement that may set up something for envs. place, code: for messages: ``train.py:5``, and its line there.
 
     is_store: it stores into an attribute or an item of what the script imports, or calls a function ``register...`` of
-    it. The others are calls, and stores into something else: they may do anything.  registers: of a call into what is imported, with texts among its arguments,
-    these and the package.
+    it. The others are calls, and stores into something else: they may do anything.
+    registers: of a call into what is imported, with texts among its arguments, these and the package.
     """
 
     place: str

@@ -184,8 +184,9 @@ class Collector(BatchSource):
         self._stepping = Stepping(
             self._envs, overlap=overlap, max_frames_per_traj=max_frames_per_traj, names=self._names
         )
-        # Envs in this process may draw from torch's global generators, too.
-        takes_rng = bool(self._generators) and getattr(self.policy, "takes_rng", False)
+        # Envs in this process may draw from torch's global generators, too; and not every kind of device has one here.
+        there = self._policy_device.type in [one.device.type for one in self._generators]
+        takes_rng = there and getattr(self.policy, "takes_rng", False)
         self._draws_apart = takes_rng and not self._envs.are_stepped_here()
         self._random = RandomActor(self._envs, self._rng)
         self._actors = [self._actor(part) for part in self._stepping.parts]
