@@ -80,6 +80,7 @@ class Telling(gymnasium.Wrapper):
 
     def tell(self):
         logging.getLogger("told").info("from %d", muster.get_worker_info().worker_index)
+        print("printed")
 
     def fail(self):
         return 1 / muster.get_worker_info().worker_index
@@ -102,7 +103,8 @@ class Records(logging.Handler):
 def told_and_lost(address, path):
     """What envs tell, what they raise, and a node host that is killed. The script ends without `shutdown`."""
     records = Records()
-    logging.getLogger("told").addHandler(records)
+    for name in ("told", "muster.stdout"):
+        logging.getLogger(name).addHandler(records)
     logging.getLogger("told").setLevel(logging.INFO)
     policy, made = Constant(), count_env()
     collector = collecting(address, lambda: Telling(made(), path), policy=policy, on_failure="restart")

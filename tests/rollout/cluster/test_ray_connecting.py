@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -210,18 +212,28 @@ seen["pids"] = [one.pid for one in held]
 
 @pytest.mark.parametrize("closed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["closed", "script ends"])
 def test_a_local_cluster_listens_on_loopback_and_leaves_nothing(closed: bool, tmp_path: Path):
-    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    left, held, link = (folder / f"muster-ray-{name}" for name in ("left", "held", "link"))
+    for one in (left / "ray", held, folder / "other"):
+        one.mkdir(parents=True)
+    for one in (link, left / "ray" / "link"):
+        one.symlink_to(folder / "other")
+    (folder / "other" / "file").touch()
+    lock = os.open(held, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # as the process does that it belongs to
     unset = {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None, "RAY_TMPDIR": None, LOOPBACK: None}
     shared_memory, in_tmp = set(os.listdir("/dev/shm")), Path("/tmp/ray").exists()
-    seen = seen_by(LOCAL + ("one.close()" if closed else ""), **unset, TMPDIR=folder, HOME=str(tmp_path))
+    seen = seen_by(LOCAL + ("one.close()" if closed else ""), **unset, TMPDIR=str(folder), HOME=str(tmp_path))
     assert seen["same"] == [True] * 4
     assert (seen["ran"], seen["addresses"]) == (42, ["127.0.0.1"])
     assert list(tmp_path.iterdir()) == []  # no token at home
-    assert os.listdir(folder) == []
-    os.rmdir(folder)
+    os.close(lock)
+    assert sorted(folder.iterdir()) == [held, link, folder / "other"]
+    assert [*(folder / "other").iterdir()] == [folder / "other" / "file"]
+    shutil.rmtree(folder)
     assert Path("/tmp/ray").exists() == in_tmp
-    left = {name for name in set(os.listdir("/dev/shm")) - shared_memory if "ray" in name or "plasma" in name}
-    assert left == set()
+    new = {name for name in set(os.listdir("/dev/shm")) - shared_memory if "ray" in name or "plasma" in name}
+    assert new == set()
     deadline = time.monotonic() + 60
     while any(map(is_alive, seen["pids"])) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -58,7 +59,8 @@ def test_batches_on_two_nodes_are_those_of_home(cluster):
 def test_a_node_host_that_is_killed_is_replaced_and_envs_are_closed_at_the_end(cluster, tmp_path):
     path = tmp_path / "closed"
     seen, _ = result_of(cluster, "told_and_lost", path)
-    assert sorted(seen["records"]) == [["from 0", 0], ["from 1", 1]]
+    printed = [[f"node {i} ({socket.gethostname()}): printed", i] for i in range(2)]
+    assert sorted(seen["records"]) == [["from 0", 0], ["from 1", 1], *printed]
     index, cause, note = seen["failed"]
     assert (index, cause) == (0, "ZeroDivisionError")
     assert note.startswith("On node 0 (")
