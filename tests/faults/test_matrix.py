@@ -65,8 +65,13 @@ def test_fault(fault: str, method: str, mode: str, on_failure: str, tmp_path: An
         "env_kwargs": {"fault": fault, "mark": str(tmp_path / "happened")},
     }
     if fault == "raise in __init__":
-        with pytest.raises(EnvError, match=r"env 1 \(worker 0, while it was built\): ValueError: raise in __init__"):
-            muster.make_vec(FaultyEnv, NUM_ENVS, **options)
+        said = r"env 1 \(worker 0, while it was built\): ValueError: raise in __init__"
+        if on_failure == "restart":
+            with pytest.warns(RuntimeWarning, match=rf"is started again \(1 of at most 10 times\): {said}"):
+                muster.make_vec(FaultyEnv, NUM_ENVS, **options).close()
+        else:
+            with pytest.raises(EnvError, match=said):
+                muster.make_vec(FaultyEnv, NUM_ENVS, **options)
     else:
         with muster.make_vec(FaultyEnv, NUM_ENVS, **options) as envs:
             if fault == "raise in close":

@@ -153,11 +153,16 @@ def test_a_call_counts_where_the_original_runs_the_script(
 
 @pytest.mark.filterwarnings("ignore:.*ERROR")  # Gymnasium's own lines
 def test_a_call_is_not_made_again_where_the_original_forks(robotlib: types.ModuleType) -> None:
-    set_script(CALL)
+    set_script(CALL.replace("register", "enlist"))
     with pytest.raises(KeyError, match="arm") as raised:
         gymnasiums(robotlib)
-    said = "train.py:2 sets up `robotlib.register('arm', 5)`, which workers do not run. If the env needs that, pass "
+    said = "train.py:2 sets up `robotlib.enlist('arm', 5)`, which workers do not run. If the env needs that, pass "
     assert any(said in note and "worker_init" in note for note in raised.value.__notes__)
+
+
+def test_a_registration_is_there_where_the_original_forks(robotlib: types.ModuleType) -> None:
+    set_script(CALL)
+    assert gymnasiums(robotlib) == [5.0, 5.0]
 
 
 def test_logging_alone_runs_no_script_and_a_call_without_a_guard_gets_no_warning(robotlib: types.ModuleType) -> None:

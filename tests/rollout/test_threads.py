@@ -20,7 +20,7 @@ from muster.algorithms.mappo import MAPPO
 from muster.nn.turns import turn
 from muster.rollout.collector import Collector
 
-PROCESS = {"num_workers": 1, "context": "fork"}
+PROCESS = {"num_workers": 1}  # no fork: a thread may hold the lock of torch's generator
 TIMES = 5
 slow = pytest.mark.slow
 

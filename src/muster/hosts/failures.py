@@ -120,7 +120,8 @@ def to_exception(failure: Failure) -> BaseException:
     )
     error.__cause__ = original
     if original is None or original.__traceback__ is None:
-        error.add_note(f"The worker's traceback:\n{failure.worker_traceback.rstrip()}")
+        # What to do stands once more below the traceback, where people look first.
+        error.add_note(f"The worker's traceback:\n{failure.worker_traceback.rstrip()}\n{failure.hint}".rstrip())
     if failure.note is not None:
         error.add_note(failure.note)
     return error

@@ -105,9 +105,12 @@ class Script:
         return bool(guarded) and (self.line is None or any(self.line in lines for lines in guarded))
 
     def first_statement(self, *, stores_alone: bool) -> Statement | None:
-        """The first statement that counts; of stores into what the script imports, where these alone count."""
-        found = () if self.outline is None else self.outline.statements
-        return next((one for one in found if one.is_store or not stores_alone), None)
+        """The first statement that counts; of stores into what the script imports, where these alone count.
+
+        A registration is a store, where the script may run again.
+        """
+        found, again = () if self.outline is None else self.outline.statements, self.may_run_again
+        return next((one for one in found if one.is_store or (one.is_registration and again) or not stores_alone), None)
 
     def registering(self, error: BaseException) -> Statement | None:
         """The first call with a name that the error may lack: one into its package, or with the key not found."""
@@ -237,15 +240,16 @@ def _inheriting() -> Iterator[None]:
 class Statement:
     """A statement that may set up something for envs. place, code: for messages: ``train.py:5``, and its line there.
 
-    is_store: it stores into an attribute or an item of what the script imports, or calls a function ``register...`` of
-    it. The others are calls, and stores into something else: they may do anything.
+    is_store: it stores into an attribute or an item of what the script imports.  is_registration: it calls a function
+    ``register...`` of it. The others are calls, and stores into something else: they may do anything.
     registers: of a call into what is imported, with texts among its arguments, these and the package.
     """
 
     place: str
     code: str
     is_store: bool
-    registers: frozenset[str] = frozenset()
+    is_registration: bool
+    registers: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -320,9 +324,8 @@ class _Reader:
             shown = code if len(code) <= _SHOWN_CHARACTERS else f"{code[: _SHOWN_CHARACTERS - 4]} ..."
             texts = [one.value for one in arguments if isinstance(one, ast.Constant) and isinstance(one.value, str)]
             registers = frozenset([dotted.partition(".")[0], *texts] if dotted and texts else [])
-            # A registration is a store by another name.
-            is_store = is_store or dotted.rpartition(".")[2].startswith("register")
-            self.statements.append(Statement(f"{self._name}:{target.lineno}", shown, is_store, registers))
+            place, is_registration = f"{self._name}:{target.lineno}", dotted.rpartition(".")[2].startswith("register")
+            self.statements.append(Statement(place, shown, is_store, is_registration, registers))
 
     def _dotted(self, node: ast.expr) -> str | None:
         """The dotted name of something imported, or of an attribute, an item or a result of it; None: not known."""

@@ -34,7 +34,6 @@ from muster.extras import require
 from muster.pickling.interrupts import new_in_child
 from muster.pool.worker_process import readable
 
-_PORT_S = 5.0
 _HEAD_S = 2.0  # between two looks at the head, and for its answer
 _SETTLED_S, _AFTER_S = 15.0, 20.0
 _CHILD_S = 20.0
@@ -364,7 +363,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def _require_port(address: str) -> None:
     try:
-        socket.create_connection(_host_and_port(address), _PORT_S).close()
+        socket.create_connection(_host_and_port(address), 5.0).close()
     except OSError as error:
         raise ConfigError(
             f"the Ray cluster at {address} cannot be reached: {error}. Start its head with {_STARTING}; on another "
