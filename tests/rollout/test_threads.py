@@ -58,6 +58,17 @@ def at_once(*calls):
         return [one.result() for one in [threads.submit(begin, call) for call in calls]]
 
 
+def require_as_alone(calls):
+    """Each function returns the same in threads as alone, and torch's generator stays as it was."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    alone = [call() for call in calls]
+    for _ in range(TIMES):
+        for one, expected in zip(at_once(*calls), alone, strict=True):
+            assert one.equal(expected)
+    assert torch.get_rng_state().equal(before)
+
+
 def rows(seed, policy, options):
     def call():
         with Collector(
@@ -71,14 +82,7 @@ def rows(seed, policy, options):
 @pytest.mark.parametrize("options", [SERIAL, pytest.param(PROCESS, marks=slow)], ids=["serial", "process"])
 @pytest.mark.parametrize("policy", [lambda: drawing, Dropping, with_keys], ids=["function", "module", "keys"])
 def test_collectors_in_two_threads_give_what_they_give_alone(policy, options):
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    calls = [rows(seed, policy, options) for seed in (1, 2)]
-    alone = [call() for call in calls]
-    for _ in range(TIMES):
-        for one, expected in zip(at_once(*calls), alone, strict=True):
-            assert one.equal(expected)
-    assert torch.get_rng_state().equal(before)
+    require_as_alone([rows(seed, policy, options) for seed in (1, 2)])
     assert interaction_type() is None
 
 
@@ -112,14 +116,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize("options", [SERIAL, pytest.param(PROCESS, marks=slow)], ids=["serial", "process"])
 @pytest.mark.parametrize("policy", [None, Own], ids=["muster's", "own"])
 def test_trainings_in_two_threads_give_what_they_give_alone(policy, options):
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    calls = [ppo(seed, options, policy) for seed in (1, 2)]
-    alone = [call() for call in calls]
-    for _ in range(TIMES):
-        for one, expected in zip(at_once(*calls), alone, strict=True):
-            assert one.equal(expected)
-    assert torch.get_rng_state().equal(before)
+    require_as_alone([ppo(seed, options, policy) for seed in (1, 2)])
 
 
 def mappo(seed, options):
