@@ -181,7 +181,6 @@ OBSERVATIONS = {
     "in a dict": (gym.spaces.Dict(a=INT8, b=CHOICE), {"a": [1, 2], "b": 2**63}),
     "in a tuple": (gym.spaces.Tuple((INT8, CHOICE)), ([300, 2], 1)),
     "an array": (INT8, np.array([300, 1])),
-    "an array of floats": (INT8, np.array([1.5, np.nan])),
     "an array of objects": (INT8, np.array([300, 1], object)),
     "a tensor": (INT8, torch.tensor([300, 1])),
 }
@@ -196,9 +195,9 @@ class Seeing(Telling):
         return self.seen, {}
 
 
-def _first_observation(cls, case):
+def _first_observation(cls, *seeing):
     """The observation of one env, or the class of the error."""
-    envs = cls([partial(Seeing, *OBSERVATIONS[case])])
+    envs = cls([partial(Seeing, *seeing)])
     try:
         obs = envs.reset()
     except (OverflowError, ValueError, TypeError) as error:
@@ -224,8 +223,29 @@ def _as_their_workers_write(case):
 @pytest.mark.parametrize("numpy_wraps", [tree._WRAPS, True])
 def test_numbers_that_a_dtype_does_not_hold_are_refused_in_lists_and_cast_in_arrays(numpy_wraps, case, monkeypatch):
     monkeypatch.setattr(tree, "_WRAPS", numpy_wraps)
-    for cls in (SyncVectorEnv, DummyVecEnv):
-        assert data_equivalence(_first_observation(cls, case), _as_their_workers_write(case))
+    for cls in (SyncVectorEnv, DummyVecEnv)[case == "an array of objects" :]:  # see below
+        assert data_equivalence(_first_observation(cls, *OBSERVATIONS[case]), _as_their_workers_write(case))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+@pytest.mark.parametrize(
+    ("space", "seen"),
+    [
+        (INT8, np.array([1.5, np.nan])),
+        (INT8, np.array([1, 2], object)),
+        (INT8, np.array([200, 1], np.uint8)),
+        (gym.spaces.Box(0, 255, (2,), np.uint8), np.array([-1, 1])),
+        (gym.spaces.Box(-1, 1, (2,), np.float32), np.array([0.1, 1])),
+        (CHOICE, np.float64(np.nan)),
+        (CHOICE, np.float32(1e30)),
+        (CHOICE, np.float64(1.5)),
+        (CHOICE, np.uint64(3)),
+    ],
+)
+@pytest.mark.parametrize("pair", [(SyncVectorEnv, TheirSyncVectorEnv), (DummyVecEnv, TheirDummyVecEnv)])
+def test_arrays_and_numpys_numbers_are_cast_as_the_originals_cast_them(pair, space, seen):
+    ours, theirs = (_first_observation(cls, space, seen) for cls in pair)
+    assert data_equivalence(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:.*from Worker-0", "ignore:.*Traceback", "ignore:.*the last exception")

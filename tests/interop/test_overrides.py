@@ -165,21 +165,11 @@ def _patched_for_good(base):
     return cls
 
 
-def _set_on_the_instance(base):
-    def made(*args, **kwargs):
-        envs = base(*args, **kwargs)
-        envs.step_wait = lambda: "mine"
-        return envs
-
-    return made
-
-
 WAYS = {
     "a subclass": _subclass,
     "a subclass of a subclass": lambda base: type("Yours", (_subclass(base),), {}),
     "a mixin": lambda base: type("Mine", (type("Mixin", (), {"step_wait": lambda self: "mine"}), base), {}),
     "set on the class": _patched_for_good,
-    "set on the instance": _set_on_the_instance,
     "step calls super": lambda base: type("Yours", (_subclass(base),), {"step": lambda self, a: base.step(self, a)}),
 }
 
@@ -229,6 +219,24 @@ def test_a_collector_steps_by_a_subclasss_own_methods(verb):
         next(iter(collector))
     assert len(calls) == 3
     assert "_copies" not in "".join(calls)
+
+
+def test_a_subclass_of_the_sync_class_may_have_methods_that_the_async_class_has():
+    class Mine(SyncVectorEnv):
+        def reset_async(self, **kwargs):
+            self.result = self.reset(**kwargs)
+
+        def call_async(self, name):
+            self.result = self.call(name)
+
+        def step_async(self, actions):
+            self.result = self.step(actions)
+
+    with contextlib.closing(Mine([Counter])) as envs:
+        envs.reset_async(seed=1)
+        envs.step_async(ACTIONS)
+        envs.call_async("count")
+        assert envs.result == (1,)
 
 
 def test_a_custom_worker_is_refused_for_a_subclass_whose_methods_would_be_lost():

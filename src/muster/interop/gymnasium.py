@@ -34,6 +34,7 @@ from muster.errors import (
 )
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
+from muster.hosts.requests import EnvCall
 from muster.interop.agreed_spaces import (
     ASYNC_COMPLAINTS,
     SYNC_COMPLAINTS,
@@ -47,13 +48,13 @@ from muster.pickling import UserCall
 from muster.pool.closing import AT_ONCE, FOR_EVER, in_all
 from muster.pool.environment import WorkerEnv
 from muster.pool.set_up import WorkerInit
-from muster.spaces.tree import Array
+from muster.spaces.tree import Array, Casting
 from muster.transport.infos import Infos
 from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
-from muster.vector.assemble import LENIENT, assemble
+from muster.vector.assemble import LENIENT, assemble, trees_of_spaces
 from muster.vector.batched_spaces import BatchedSpaces
-from muster.vector.overrides import Overridable, is_replaced, with_own_methods
+from muster.vector.overrides import is_replaced
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
@@ -97,15 +98,17 @@ class _Writer(LenientWriter):
             raise
 
 
-class _DropIn(Overridable, VectorEnv):  # type: ignore[override]  # as of VectorEnv
+class _DropIn(VectorEnv):
     """The base of both classes: the checks of spaces and arguments, and the choice of exceptions that are raised."""
 
     observation_mode: ObservationMode
     autoreset_mode: AutoresetMode
+    _casting: Casting = "unsafe"  # of observations, as Gymnasium's class writes them
     _was_closed = False  # by a subclass's `close_extras`, which may leave the envs open
 
     def _set_up(self, observation_mode: ObservationMode, autoreset_mode: str | AutoresetMode) -> None:
         self.observation_mode = observation_mode
+        self._composes = is_replaced(self, "step_async", "step_wait")
         self.autoreset_mode = AutoresetMode(autoreset_mode)
 
     def _start(
@@ -118,9 +121,9 @@ class _DropIn(Overridable, VectorEnv):  # type: ignore[override]  # as of Vector
         max_restarts: int | None = None,
     ) -> None:
         closed = partial(_raise_closed, type(self).__name__)
-        parts = replace(
-            LENIENT, spaces=agree, writer=_Writer, raiser=raiser, raise_closed=closed, reward_key=reward_key
-        )
+        trees = partial(trees_of_spaces, casting=self._casting)
+        own: dict[str, Any] = {"raise_closed": closed, "reward_key": reward_key}
+        parts = replace(LENIENT, spaces=agree, trees=trees, writer=_Writer, raiser=raiser, **own)
         options = SteppingOptions(self.autoreset_mode, copy=copy, max_restarts=max_restarts)
         super().__init__(assemble(backend, parts, options))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
@@ -167,7 +170,6 @@ class _DropIn(Overridable, VectorEnv):  # type: ignore[override]  # as of Vector
             self._was_closed = self._caller.closed = True
 
 
-@with_own_methods
 class SyncVectorEnv(_DropIn):
     """Steps all envs in the calling thread, one by one. Arguments and attributes are those of Gymnasium's class, and:
 
@@ -181,6 +183,8 @@ class SyncVectorEnv(_DropIn):
     >>> obs.shape, rewards
     ((2, 4), array([1., 1.]))
     """
+
+    _casting = "same_kind"
 
     def __init__(
         self,
@@ -210,12 +214,23 @@ class SyncVectorEnv(_DropIn):
             )
         return super().step(actions, **private)
 
+    def reset(self, *, seed: Seeds = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Resets the envs. A method ``reset_async`` of a subclass has no part in it, nor ``call`` in `render`."""
+        if self.interrupted and "reset_mask" not in (options or ()):
+            self.drop_pending()
+        _DropIn.reset_async(self, seed, options)
+        return _DropIn.reset_wait(self)
+
+    def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As `muster.VectorEnv`'s, of which a method ``call_async`` of a subclass is no part."""
+        _DropIn.call_async(self, name, *args, **kwargs)
+        return _DropIn.call_wait(self)
+
     def render(self) -> tuple[Any, ...]:
-        """Every env's ``render()``; a subclass's `call` has no part in it, as in Gymnasium."""
-        return VectorEnv.call(self, "render")
+        """Every env's ``render()``."""
+        return SyncVectorEnv.call(self, "render")
 
 
-@with_own_methods
 class AsyncVectorEnv(_DropIn):
     """Steps the envs in worker processes. Has the arguments and attributes of Gymnasium's class of that name, and:
 
@@ -249,9 +264,7 @@ class AsyncVectorEnv(_DropIn):
         if kwargs.get("worker", args[_WORKER] if len(args) > _WORKER else None) is None:
             return super().__new__(cls)
         if cls is not AsyncVectorEnv:
-            raise WrongType(
-                f"worker= runs on Gymnasium's class; derive {cls.__name__} from gymnasium.vector.AsyncVectorEnv"
-            )
+            raise WrongType(f"to use worker=, derive {cls.__name__} from gymnasium.vector.AsyncVectorEnv")
         for name in ("num_workers", "worker_env", "worker_init", "on_failure", "max_restarts", "step_timeout"):
             if kwargs.pop(name, None) is not None:
                 raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
@@ -352,8 +365,7 @@ class AsyncVectorEnv(_DropIn):
             raise PendingError(
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", pending
             )
-        if self._doing != doing:
-            self._doing = doing
+        self._doing = doing
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes envs and workers, once a pending call has ended; ``env.close()`` may take as long as it likes.

@@ -42,8 +42,7 @@ from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import first_envs_spaces
 from muster.vector.checks import seeds_of
-from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.overrides import Overridable, is_replaced, with_own_methods
+from muster.vector.overrides import is_replaced
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import originals_raised
@@ -84,8 +83,7 @@ VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any
 _ROWS, _FINALS = "info_rows", "finals_by_env"
 
 
-@with_own_methods
-class MusterVecEnv(Overridable, VecEnv):
+class MusterVecEnv(VecEnv):
     """SB3's `VecEnv` around a `muster.VectorEnv` with ``autoreset_mode="same_step"``. Made by `as_sb3`.
 
     envs: the vector env, which `close` closes.
@@ -100,7 +98,11 @@ class MusterVecEnv(Overridable, VecEnv):
 
     def __init__(self, envs: VectorEnv) -> None:
         if not isinstance(envs, VectorEnv) or is_replaced(envs, "step", "step_async", "step_wait", "reset_wait"):
-            raise WrongType(f"as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}. {_in_place_of(envs)}")
+            raise WrongType(
+                f"as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}. Write SubprocVecEnv(env_fns), "
+                'DummyVecEnv([make_env]), or as_sb3(muster.make_vec(make_env, num_envs, autoreset_mode="same_step")). '
+                "A VecEnv of SB3's is used as it is; for several agents use muster.Collector with a policy of muster.nn"
+            )
         mode = envs.metadata["autoreset_mode"]
         if mode is not AutoresetMode.SAME_STEP:
             raise ConfigError(
@@ -109,6 +111,7 @@ class MusterVecEnv(Overridable, VecEnv):
             )
         require_copies(envs)
         self.vector_env = envs
+        self._composes = is_replaced(self, "step_async", "step_wait")
         self._rows = RowReader(envs.info_reader.columns)
         check_for_nested_spaces(envs.single_observation_space)
         seen, acts = handed_out(envs.single_observation_space), handed_out(envs.single_action_space)
@@ -202,19 +205,6 @@ class MusterVecEnv(Overridable, VecEnv):
         return [results[i] for i in wanted]
 
 
-def _in_place_of(envs: Any) -> str:
-    """The sentence that says what to write where `as_sb3` does not take `envs`."""
-    if isinstance(envs, MultiAgentVectorEnv):
-        instead = "with a policy of muster.nn, or muster.interop.torchrl.as_torchrl"
-        return f"SB3 trains single agents: for several use muster.Collector {instead}"
-    if isinstance(envs, VecEnv):
-        return "It is one of SB3's: use it as it is"
-    if isinstance(envs, gymnasium.Env):
-        return "Write muster.interop.sb3.DummyVecEnv([make_env]), with the function that makes the env"
-    made = 'as_sb3(muster.make_vec(make_env, num_envs, autoreset_mode="same_step"))'
-    return f"Write muster.interop.sb3.SubprocVecEnv(env_fns), with the functions that make the envs, or {made}"
-
-
 def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[str, Any]]) -> None:
     """Starts resetting every env with its own seed and options."""
     if not any(options):
@@ -246,7 +236,6 @@ class _Envs(VectorEnv):
         self.reset_some(np.arange(self.num_envs), arguments)
 
 
-@with_own_methods
 class DummyVecEnv(MusterVecEnv):
     """Steps all envs in the calling thread, one after the other. Arguments are those of SB3's class, and:
 
@@ -288,7 +277,6 @@ class DummyVecEnv(MusterVecEnv):
         return obs, rewards.astype(np.float32), dones, rows
 
 
-@with_own_methods
 class SubprocVecEnv(MusterVecEnv):
     """Steps the envs in worker processes. Arguments are those of SB3's class, and:
 

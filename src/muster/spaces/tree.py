@@ -7,7 +7,7 @@ values without a fixed layout (Text, OneOf, Graph, Sequence, custom spaces) are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from muster.errors import ActionError, SpecMismatch
 
 Array = npt.NDArray[Any]
 Space = spaces.Space[Any]
+Casting = Literal["unsafe", "same_kind"]
 
 # Kinds of dtypes in order: a cast may go to the right, never to the left, so that no kind of value is lost.
 _KINDS = "biufc"
@@ -97,7 +98,7 @@ class Leaf(Node):
         self.shape = shape
         self.dtype = np.dtype(dtype).newbyteorder("=")  # the core copies values without swapping their bytes
         self.index = -1  # set by `tree`
-        self.lenient = False  # set by `tree`
+        self.casting: Casting | None = None  # set by `tree`
         self.row_bytes = int(np.prod(shape, dtype=np.int64)) * self.dtype.itemsize
         self.leaves = (self,)
 
@@ -135,7 +136,7 @@ class Leaf(Node):
 
     def store(self, value: Any, row: Array) -> None:
         """Writes a value that the core cannot copy unchanged: casts it, or raises SpecMismatch with the reason."""
-        array = self._cast(value) if self.lenient else self._as_array(value)
+        array = self._as_array(value) if self.casting is None else self._cast(value, self.casting)
         if array is None:
             raise SpecMismatch(f"{self.path} is {_brief(value)}, expected {self._expected()}")
         if array.shape != self.shape:
@@ -153,7 +154,7 @@ class Leaf(Node):
             raise ActionError(f"{self.path}: expected {count} actions, one for each env, got {got}")
         if array.shape[1:] != self.shape:
             raise ActionError(f"{self.path}: expected shape {(count, *self.shape)}, got {array.shape}")
-        if self.lenient and (array.dtype != self.dtype or _is_of_own_kind(value)):
+        if self.casting and (array.dtype != self.dtype or _is_of_own_kind(value)):
             raise ActionError(f"{self.path}: expected an array of {self.dtype}, got {_brief(value)}")
         if not keeps_kind(array, self.dtype):
             raise ActionError(
@@ -167,7 +168,7 @@ class Leaf(Node):
 
     def bounds(self) -> tuple[Array, Array] | None:
         """The lowest and highest allowed value of each element of a discrete space, else None."""
-        if self.lenient:
+        if self.casting:
             return None
         if isinstance(self.space, spaces.Discrete):
             return np.asarray(self.space.start), np.asarray(self.space.start + self.space.n - 1)
@@ -196,13 +197,17 @@ class Leaf(Node):
             return None
         return array if array.dtype.kind in _KINDS else None
 
-    def _cast(self, value: Any) -> Array:
-        """An array of the leaf's dtype. Arrays are cast, whatever is lost; the rest raises what NumPy 2 raises."""
+    def _cast(self, value: Any, casting: Casting) -> Array:
+        """An array of the leaf's dtype. Arrays are cast by the rule `casting`; the rest raises what NumPy 2 raises."""
         try:
-            if _WRAPS and self.dtype.kind in "iu" and not hasattr(value, "dtype"):
-                for number in map(int, np.asarray(value, object).flat):
-                    number.to_bytes(self.dtype.itemsize, signed=self.dtype.kind == "i")  # raises OverflowError
-            return _squeezed(np.asarray(value, self.dtype), self.shape)
+            if isinstance(value, np.generic) and casting == "unsafe":
+                value = value.item()
+            if not hasattr(value, "dtype"):
+                if _WRAPS and self.dtype.kind in "iu":
+                    for number in map(int, np.asarray(value, object).flat):
+                        number.to_bytes(self.dtype.itemsize, signed=self.dtype.kind == "i")  # raises OverflowError
+                value = np.asarray(value, self.dtype)
+            return _squeezed(np.asarray(value).astype(self.dtype, casting=casting, copy=False), self.shape)
         except Exception as error:
             error.add_note(f"{self.path} is {_brief(value)}, expected {self._expected()}")
             raise
@@ -310,17 +315,17 @@ class BranchNode(Node):
         return dict(zip(self.keys, values, strict=True)) if self.kind == "dict" else tuple(values)
 
 
-def tree(space: Space, path: str, *, lenient: bool = False) -> Node:
+def tree(space: Space, path: str, *, casting: Casting | None = None) -> Node:
     """The tree of `space`, its leaves numbered from 0.
 
-    lenient: observations that are arrays are cast to the space's dtype even where values are lost, others where it
-    holds them, and axes of length 1 may be missing or surplus. Actions may be out of range, but are of the space's
-    dtype: other libraries' vector envs pass all others to envs in the caller's own type.
+    casting: NumPy's rule by which observations that are arrays are cast to the space's dtype; others are where it holds
+    them, and axes of length 1 may be missing or surplus. Actions may be out of range, but are of the space's dtype:
+    other libraries' vector envs pass all others to envs in the caller's own type. None casts nothing.
     """
     root = _node(space, path)
     for index, leaf in enumerate(root.leaves):
         leaf.index = index
-        leaf.lenient = lenient
+        leaf.casting = casting
     return root
 
 

@@ -20,7 +20,7 @@ from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.resources import usable_cores
 from muster.pool.watch import Activity
 from muster.recipes.recipe import Recipe
-from muster.spaces.tree import Node, tree
+from muster.spaces.tree import Casting, Node, tree
 from muster.transport.infos import InfoColumns, InfoReader
 from muster.transport.slab import SlabPlan
 from muster.vector.action_writers import ActionWriter, AgentsWriter, LenientWriter
@@ -35,13 +35,13 @@ from muster.worker_info import WorkerInfo
 _AWAKE_PER_CORE = 20
 
 
-def trees_of_spaces(facts: EnvFacts, spaces: BatchedSpaces, *, lenient: bool = False) -> tuple[Node, Node]:
+def trees_of_spaces(facts: EnvFacts, spaces: BatchedSpaces, casting: Casting | None = None) -> tuple[Node, Node]:
     """Trees that cast only where the kind of number is kept: bool to int to float to complex.
 
-    lenient: they cast observations even where values are lost, as other libraries' vector envs do.
+    casting: they cast observations by this rule of NumPy's, as other libraries' vector envs do.
     """
-    obs = tree(spaces.single_observation, "observation", lenient=lenient)
-    return obs, tree(spaces.single_action, "action", lenient=lenient)
+    obs = tree(spaces.single_observation, "observation", casting=casting)
+    return obs, tree(spaces.single_action, "action", casting=casting)
 
 
 def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
@@ -51,7 +51,7 @@ def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
 
 
 STRICT = Parts(equal_spaces, trees_of_spaces, ActionWriter, raise_env_error, lenient=False)
-LENIENT = Parts(equal_spaces, partial(trees_of_spaces, lenient=True), LenientWriter, raise_original, lenient=True)
+LENIENT = Parts(equal_spaces, partial(trees_of_spaces, casting="unsafe"), LenientWriter, raise_original, lenient=True)
 
 
 def assemble(
