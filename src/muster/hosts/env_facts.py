@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import sys
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import Any
 
 from gymnasium import Wrapper, spaces
@@ -20,11 +17,12 @@ from muster.errors import OneEnvPerProcess, SpecMismatch
 from muster.hosts.failures import about_gym
 from muster.introspection import type_name
 from muster.pickling import MAKE_VEC, UserCall, is_plain
+from muster.pickling.walk import is_importable
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Space
 from muster.transport.mail import dumps
 
-_SMALL_BYTES, _SPEC_BYTES = 1 << 16, 1 << 20
+_SMALL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -35,20 +33,8 @@ class EnvFacts:
     action_space: Space
     metadata: dict[str, Any]
     render_mode: str | None
-    spec: Any
+    spec: EnvSpec | None
     agents: AgentLayout | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The facts for another process, with that of the spec which can go there: a function may hold anything."""
-        for spec in (self.spec, _without_entry_points(self.spec)):
-            with contextlib.suppress(Exception):
-                if len(dumps(spec)) <= _SPEC_BYTES:
-                    return {**vars(self), "spec": spec}
-        return {**vars(self), "spec": None}
-
-
-def _without_entry_points(spec: Any) -> Any:
-    return replace(spec, entry_point=None, vector_entry_point=None) if isinstance(spec, EnvSpec) else None
 
 
 def facts_of(env: Any) -> EnvFacts:
@@ -70,15 +56,20 @@ def facts_of(env: Any) -> EnvFacts:
     )
 
 
-def _spec_of(env: Any) -> Any:
+def _spec_of(env: Any) -> EnvSpec | None:
     """The env's spec, with those arguments of it and of its wrappers that are plain and small; None where it has none.
 
+    It can go to another process: what is called is there by its name, or left out, since it may hold anything.
     Wrappers are not asked for it, since each copies all arguments below it; nor for their `__dict__`: CPython looks
     attributes up more slowly from then on, 9 % of a step of CartPole.
     """
     try:
-        spec, layers = _slim(getattr(getattr(env, "unwrapped", env), "spec", None)), list[Wrapper[Any, Any, Any, Any]]()
-        while isinstance(spec, EnvSpec) and isinstance(env, Wrapper):
+        own, layers = getattr(getattr(env, "unwrapped", env), "spec", None), list[Wrapper[Any, Any, Any, Any]]()
+        if not isinstance(own, EnvSpec):
+            return None
+        callables = {name: _by_name(getattr(own, name)) for name in ("entry_point", "vector_entry_point")}
+        spec = replace(own, kwargs=_slim(own.kwargs), **callables)
+        while isinstance(env, Wrapper):
             layers.append(env)
             env = env.env
         for layer in reversed(layers):
@@ -93,23 +84,18 @@ def _spec_of(env: Any) -> Any:
         return None
 
 
-def _slim(value: Any) -> Any:
-    if isinstance(value, EnvSpec):
-        slim = copy.copy(value)
-        slim.kwargs = _slim(value.kwargs)
-        for name in ("entry_point", "vector_entry_point"):  # a partial may hold arguments, too
-            entry = getattr(value, name)
-            setattr(slim, name, entry if isinstance(entry, str | type | FunctionType) else None)
-        return slim
-    if isinstance(value, dict):
-        return {name: one for name, one in value.items() if _is_small(one)}
-    return value
+def _by_name(entry_point: Any) -> Any:
+    return entry_point if isinstance(entry_point, str) or is_importable(entry_point) else None
+
+
+def _slim(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in kwargs.items() if _is_small(one)}
 
 
 def _is_small(value: Any) -> bool:
     """Whether a value is plain, and small; what is big is not pickled to find out."""
-    is_big = not is_plain(value) or sys.getsizeof(value) + int(getattr(value, "nbytes", 0)) > _SMALL_BYTES
-    return not is_big and len(dumps(value)) <= _SMALL_BYTES
+    size = getattr(value, "nbytes", sys.getsizeof(value))
+    return is_plain(value) and size <= _SMALL_BYTES and len(dumps(value)) <= _SMALL_BYTES
 
 
 def check_one_per_process(env: Any, num_envs: int, call: UserCall = MAKE_VEC) -> None:
