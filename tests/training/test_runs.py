@@ -109,15 +109,17 @@ def graded() -> gym.Env:
 def test_figures_of_last_infos_are_columns_charts_and_in_evaluations(tmp_path: Path, collectors: tuple[str, ...]):
     run, size = tmp_path / "run", ("--num-envs", "4", "--num-steps", "32", *(collectors or ("--backend", "serial")))
     env = f"{__file__}:graded"
-    result = muster(
-        "train", env, "--run-dir", str(run), "--total-steps", "256", *size, "--episode-info", "is_success", "score"
-    )
+    words = ("--eval-every", "256", "--eval-episodes", "4", "--episode-info", "is_success", "score")
+    result = muster("train", env, "--run-dir", str(run), "--total-steps", "256", *size, *words)
     assert result.exit_code == 0, result.output
     rows = read_metrics(run)
     assert 0 < float(rows[-1]["success_rate"]) < 1
     assert [row["score"] for row in rows] == [row["mean_length"] for row in rows]
     rates = [value for _, value in seen_by_tensorboard(run, "rollout/success_rate")]
     assert rates == pytest.approx([float(row["success_rate"]) for row in rows])
+    assert [row["eval_score"] == row["eval_length"] for row in rows] == [True, True]
+    assert [row["eval_success_rate"] == "" for row in rows] == [True, False]
+    assert seen_by_tensorboard(run, "eval/success_rate") == [(256, float(rows[-1]["eval_success_rate"]))]
     result = muster("eval", str(run), "--episodes", "3", "--trust")
     assert re.search(r"success_rate +│ [01]", result.output), result.output
     played = load_policy(run, trust=True).evaluate(3)

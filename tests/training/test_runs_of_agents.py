@@ -250,7 +250,7 @@ def test_who_is_not_there_forgets_and_the_others_do_not(tmp_path: Path):
 @pytest.mark.parametrize(
     ("obs", "message"),
     [
-        (np.zeros(3), "expected observations by group, ['sheep', 'wolf'], or by agent, ['sheep_0', 'wolf_0'"),
+        (np.zeros(3), "expected observations and masks by group, ['sheep', 'wolf'], or by agent, ['sheep_0', 'wolf_0'"),
         ({"wolf": np.zeros((2, 3))}, "got ['wolf']."),
         ({"cow_0": np.zeros(3)}, "got ['cow_0']."),
         ({"wolf_0": np.zeros(3), "wolf_1": np.zeros(2)}, "of the agents ['wolf_0', 'wolf_1']: "),
@@ -265,6 +265,16 @@ def test_other_observations_of_agents_are_refused_in_one_line(hunt: Path, obs: A
         load_policy(hunt)(obs)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("obs", "stranger"),
+    [({"wolf_0": np.zeros(3)}, "wolf_7"), ({"sheep": np.zeros((1, 2)), "wolf": np.zeros((2, 3))}, "cow")],
+    ids=["by agent", "by group"],
+)
+def test_masks_of_nobody_are_refused(hunt: Path, obs: Any, stranger: str):
+    with pytest.raises(SpecMismatch, match=f"expected .*masks .*{stranger}"):
+        load_policy(hunt)(obs, masks={stranger: np.ones(2, bool)})
 
 
 # ---- a policy of one's own

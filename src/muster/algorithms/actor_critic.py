@@ -338,11 +338,8 @@ class Network(NamedTuple):
 
 def as_allowed(masks: Any, space: gym.Space[Any], *lead: int) -> Tensor | None:
     """The masks of an action space as policies take them, bool [*lead, n]; None for None. Raises as `usable`."""
-    if masks is None:
-        return None
-    return torch.from_numpy(
-        usable(masks.cpu() if isinstance(masks, Tensor) else masks, space, *lead, of="policy: masks")
-    )
+    masks = masks.cpu() if isinstance(masks, Tensor) else masks
+    return None if masks is None else torch.from_numpy(usable(masks, space, *lead, of="policy: masks"))
 
 
 def begun(initial: Mapping[Any, Tensor] | None, state: Mapping[Any, Tensor] | None, count: int) -> Mapping[Any, Tensor]:

@@ -16,7 +16,6 @@ agent's index; with ``critic="own"`` it sees what the agent observes, which is I
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +39,6 @@ from muster.errors import ConfigError
 from muster.introspection import type_name
 from muster.spaces.masks import MASK
 
-_logger = logging.getLogger("muster")
 STATE = "state"
 PLACES = (), ("collector", "last"), ("collector", "final")  # of the three parts of a batch's observations
 
@@ -93,16 +91,13 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
         explorer = AgentsExplorer(self.network, config.learning_rate, takes_rng=is_musters)
         super().__init__(envs, facts, config, explorer, at, EpisodeWindow(self.groups), seed_of(collecting), collectors)
         self._begin_anew()
-        if facts.lacks_state and self._sights:
-            _logger.warning("%s", self.critic_sees)
 
     @property
     def critic_sees(self) -> str:
         """What the critic sees, in a sentence; empty for own critics."""
-        if (state := self.facts.state_space) is not None or not self._sights:
-            return f"The centralised critic sees the env's state, {state}." if self._sights else ""
-        why = "state() has no state_space that is one array's" if self.facts.lacks_state else "the envs give no state"
-        return f"The centralised critic sees all agents' observations, since {why}."
+        state = self.facts.state_space
+        seen = "all agents' observations: the envs give no state" if state is None else f"the env's state, {state}"
+        return f"The centralised critic sees {seen}." if self._sights else ""
 
     def _learn(self, rates: Rates) -> MAPPOMetrics:
         rollouts = self.collect_rollouts()

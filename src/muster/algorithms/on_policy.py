@@ -63,12 +63,9 @@ class OnPolicy(ABC, Generic[M]):
 
         Statistics of observations stay as they are. Numbers that are not finite count as 0.
         """
-        threads, space = self.config.torch_threads, self.facts.action_space
-        if self.facts.groups:
-            lead = as_observation(next(iter(obs.values())), 2).shape[:1]
-            masks = {g: as_allowed(one, space[g], *lead, len(self.facts.groups[g])) for g, one in (masks or {}).items()}
-        else:
-            masks = as_allowed(masks, space, len(as_observation(obs)))
+        threads = self.config.torch_threads
+        if not self.facts.groups:
+            masks = as_allowed(masks, self.facts.action_space, len(as_observation(obs)))
         actions, after = self.network.act(obs, state, masks=masks, alive=alive, sample=sample, threads=threads)
         return actions if after is None else (actions, after)
 

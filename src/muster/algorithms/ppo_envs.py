@@ -48,7 +48,6 @@ class EnvFacts(NamedTuple):
     spec: EnvSpec | None
     groups: Mapping[str, Sequence[Hashable]] = {}  # the agents of each
     state_space: gym.Space[Any] | None = None
-    lacks_state: bool = False  # it was asked for, and the envs have a `state` without a space for it
 
 
 def facts_of(envs: Any, config: PPOConfig, collectors: Mapping[str, Any] | None) -> EnvFacts:
@@ -123,8 +122,7 @@ def _facts(envs: Any, config: PPOConfig, num_envs: int) -> EnvFacts:
     if unknown := [] if isinstance(shared, bool) else [name for name in shared if name not in groups]:
         raise ConfigError(f"share_params names {unknown}, and the envs have the groups {list(groups)}")
     _require_fitting(config, *(seen[group] for group in groups))
-    by_group = {g: seen[g] for g in groups}, {g: acts[g] for g in groups}
-    return EnvFacts(*by_group, spec, groups, envs.state_space, envs.lacks_state)
+    return EnvFacts({g: seen[g] for g in groups}, {g: acts[g] for g in groups}, spec, groups, envs.state_space)
 
 
 def _require_fitting(config: PPOConfig, *spaces: gym.Space[Any]) -> None:

@@ -11,8 +11,9 @@ import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 
-from muster.algorithms.actor_critic import MEMORY, Explorer, Network, Sequences, begun
+from muster.algorithms.actor_critic import MEMORY, Explorer, Network, Sequences, as_allowed, begun
 from muster.algorithms.encoder import Encoder, as_observation, mlp
+from muster.errors import SpecMismatch
 
 
 class Team(NamedTuple):
@@ -163,9 +164,15 @@ class Networks(NamedTuple):
     ) -> tuple[dict[str, Tensor], dict[Any, Tensor] | None]:
         """As `Network.act`, by group: obs [B, A, *obs_shape], masks [B, A, n], alive [B, A]; None: all are."""
         count = len(as_observation(obs[self.teams[0].group], 2))
+        allowed: dict[str, Tensor | None] = {}
+        for group, one in (masks or {}).items():
+            teams = [team for team in self.teams if team.group == group]
+            if not teams:
+                raise SpecMismatch(f"policy: expected masks of the groups {sorted(obs)}, got {group!r}.")
+            allowed[group] = as_allowed(one, teams[0].action_space, count, sum(team.num_agents for team in teams))
         acts = [partial(network.act, sample=sample, threads=threads) for network in self.networks]
         memories = begun(self.initial_state, state, count) or None
-        return _by_team(self.teams, acts, obs, memories, masks or {}, alive or {})
+        return _by_team(self.teams, acts, obs, memories, allowed, alive or {})
 
 
 def _by_team(
@@ -173,7 +180,7 @@ def _by_team(
     acts: Iterable[Callable[..., Any]],
     obs: Mapping[str, Any],
     state: Mapping[Any, Tensor] | None,
-    masks: Mapping[str, Tensor],
+    masks: Mapping[str, Tensor | None],
     alive: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], dict[Any, Tensor] | None]:
     """What the teams' functions return for their agents, joined by group; and the memories, None without.
@@ -185,7 +192,7 @@ def _by_team(
     for team, act in zip(teams, acts, strict=True):
         group, own = team.group, (slice(None), team.agents)
         before = None if state is None else {MEMORY: state[group, *MEMORY][own]}
-        allowed = masks[group][own] if group in masks else None
+        allowed = None if (one := masks.get(group)) is None else one[own]
         output, after = act(as_observation(obs[group], 2)[own], before, masks=allowed)
         outputs.setdefault(group, []).append(output)
         if after is not None:

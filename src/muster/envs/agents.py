@@ -39,7 +39,6 @@ class AgentSpecs:
     observation_spaces: Mapping[Agent, Space]
     action_spaces: Mapping[Agent, Space]
     state_space: Space | None = None
-    lacks_state: bool = False  # it was asked for, and the env has a `state` without a space for it
     shared_space: spaces.Dict | None = None
 
 
@@ -267,7 +266,6 @@ def _layout_of(
         action_spaces={name: specs.action_spaces[agents[0]] for name, agents in groups.items()},
         mask_shapes=mask_shapes,
         state_space=specs.state_space,
-        lacks_state=specs.lacks_state,
         shared_space=specs.shared_space or spaces.Dict({}),
     )
     return layout, unwraps

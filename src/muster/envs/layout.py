@@ -27,7 +27,6 @@ class AgentLayout:
     groups: agents by group, the groups sorted.  observation_spaces, action_spaces: spaces of one agent, by group.
     mask_shapes: shape of one agent's action mask, for the groups that may have masks.
     state_space: space of the whole env's state.  shared_space: space of the observations that all agents share.
-    lacks_state: as for `AgentSpecs`.
     """
 
     groups: Groups
@@ -36,7 +35,6 @@ class AgentLayout:
     mask_shapes: dict[str, tuple[int, ...]]
     state_space: Space | None
     shared_space: spaces.Dict
-    lacks_state: bool = False
 
     @property
     def num_agents(self) -> int:

@@ -116,7 +116,7 @@ def processes(
     if restarts is not None:
         nouns, (on_failure, max_restarts, step_timeout_s) = RESTARTING, restarts
         check_pool(nouns, "auto", _START_TIMEOUT_S, step_timeout_s, on_failure, max_restarts, 1)
-        how = replace(how, max_restarts=max_restarts if on_failure == "restart" else 0)
+        how = replace(how, max_restarts=max_restarts if on_failure == "restart" else None)
     options = ProcessOptions(
         how,
         workers,

@@ -35,8 +35,6 @@ from muster.worker_info import SEED_BITS, WorkerInfo
 Started = tuple[int, int, int | None]
 
 WINDOW_S = 60.0
-# How long those before the one that fails first may take to fail as well: most often all do, and env 0 is named.
-_OTHERS_FAIL_S = 0.5
 
 
 @dataclass
@@ -137,10 +135,10 @@ class Place(Owing):
         self.facts, self.starting_until, self.ready_at = facts, None, watched_s()
         self.usage_at_start = usage_of(self.process.pid)
 
-    def is_tried_again(self, error: BaseException, most: int) -> bool:
+    def is_tried_again(self, error: BaseException, most: int | None) -> bool:
         """Whether another worker is to begin after `error` at the start of all, `most` times; a warning says so."""
         never = isinstance(error, MusterError) and not isinstance(error, (EnvError, WorkerError))
-        if self.tries > most or never or not isinstance(error, Exception):
+        if self.tries > (most or 0) or never or not isinstance(error, Exception):
             return False
         said = f"{self.name} has failed at its start, and is started again ({self.tries} of at most {most} times)"
         warnings.warn(f"{said}: {error}", RuntimeWarning, stacklevel=caller_stacklevel())
@@ -217,18 +215,6 @@ class Starting:
     big_arrays: BigArrays | None = None
     reports: list[Any] = field(default_factory=list)
     fails_at: float = math.inf
-
-    def fails(self, place: Place, error: BaseException) -> None:
-        """Notes that a place has failed for good."""
-        place.failed, self.fails_at = error, min(self.fails_at, watched_s() + _OTHERS_FAIL_S)
-
-    def raise_failed(self, places: Sequence[Place]) -> None:
-        """Raises for the first place that has failed, once those before it are ready, or have had their time."""
-        building = False
-        for place in places:
-            if place.failed is not None and (not building or watched_s() > self.fails_at):
-                raise place.failed
-            building = building or place.starts
 
     def release(self) -> None:
         """Releases all of it."""

@@ -51,6 +51,8 @@ from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, frame, watched_s
 from muster.transport.mail import dumps
 
+# How long those before the one that fails first may take to fail as well: most often all do, and env 0 is named.
+_OTHERS_FAIL_S = 0.5
 # Each stands before its content, which was sealed once for several places.
 _HEADS = {kind: frame(dumps(kind())) for kind in (Post, Question)}
 
@@ -208,7 +210,10 @@ class Pool(BasePool[Place]):
         """Waits until the first `count` places, or all, are done with a part of their start; raises once one fails."""
         while owed := [place for place in self._places[:count] if not is_done(place)]:
             heard = self._listen(min(SLICE_S, *(place.start_left_s() for place in owed)))
-            self._starting.raise_failed(self._places)
+            starting = [place for place in self._places if place.starts]
+            errors = [place.failed for place in starting if place.failed is not None]
+            if errors and (errors[0] is starting[0].failed or watched_s() > self._starting.fails_at):
+                raise errors[0]
             self._notice.check()
             self.deliver_logs()
             if judge is not None:
@@ -412,8 +417,8 @@ class Pool(BasePool[Place]):
         elif self._started:
             raise error
         else:
-            self._starting.fails(place, error)
-            self._polled = []
+            place.failed, self._polled = error, []
+            self._starting.fails_at = min(self._starting.fails_at, watched_s() + _OTHERS_FAIL_S)
 
     def _replace(self, old: Place, reason: str, successor: Successor, error: Exception) -> None:
         """Starts a successor. reason: why, also where that is lost as well.  error: for an answer that is owed."""

@@ -83,7 +83,7 @@ class Processes:
     hash_seed: int | None = None
     are_apart: bool = False
     set_up: SetUp | None = None
-    max_restarts: int = 0
+    max_restarts: int | None = None
 
 
 def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:

@@ -64,7 +64,7 @@ class CollectorOptions:
             init,
             () if any(self.worker_env) else preloads,
             set_up=set_up.elsewhere() if far else set_up,
-            max_restarts=self.restarts or 0,
+            max_restarts=self.restarts,
         )
 
     def close_limits(self, nouns: Nouns) -> CloseLimits:

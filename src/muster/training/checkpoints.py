@@ -63,6 +63,7 @@ class Evaluation(NamedTuple):
     steps: int  # of the training, so far
     mean_return: float
     mean_length: float  # in env steps
+    figures: Mapping[str, float] = {}  # the means of ``episode_info``
 
 
 class Checkpoints:

@@ -39,7 +39,7 @@ class Evaluations:
         restarts = self._envs.stats()["restarts"]
         try:
             options: dict[str, Any] = {"seed": self._seed, "initial_state": self._ppo.network.initial_state}
-            options |= {"max_steps": limit, "episode_info": None}
+            options |= {"max_steps": limit, "episode_info": self._ppo.config.episode_info}
             played = evaluate(self._envs, self._ppo.act, episodes=self._episodes, **options)
             ended = len(played.returns)
         except NoEpisodeEnded:
@@ -50,7 +50,8 @@ class Evaluations:
             missing = f"{self._episodes - ended} of {self._episodes} episodes"
             self._say(f"The evaluation at step {step} does not count: {missing} had not ended after {limit:,} steps.")
             return None
-        return Evaluation(self._ppo.steps, float(played.returns.mean()), float(played.lengths.mean()))
+        means = float(played.returns.mean()), float(played.lengths.mean())
+        return Evaluation(self._ppo.steps, *means, played.figures)
 
     def _say(self, text: str) -> None:
         self._console.print(f"[yellow]{text}[/]", soft_wrap=True)

@@ -91,7 +91,9 @@ class EventWriter:
 def charts(row: Mapping[str, float]) -> dict[str, float]:
     """The values of a row of metrics.csv by the names of their charts; "steps", their x axis, is none.
 
-    A group of agents, which stands after a slash, does so in both. Figures of last infos are "rollout/name", as in SB3.
+    A group of agents, which stands after a slash, does so in both. Figures of last infos are "rollout/name", as in SB3,
+    and in evaluations "eval/name".
     """
     split = {name: name.partition("/") for name in row if name != "steps"}
-    return {CHARTS.get(of, f"rollout/{of}") + slash + group: row[name] for name, (of, slash, group) in split.items()}
+    of_infos = {of: f"rollout/{of}".replace("rollout/eval_", "eval/") for of, _, _ in split.values()}
+    return {{**of_infos, **CHARTS}[of] + slash + group: row[name] for name, (of, slash, group) in split.items()}

@@ -120,10 +120,10 @@ class RunPolicy:
             actions, after = self._act_by_group(obs, state, masks or {}, alive or {})
         else:
             places = {agent: (group, i) for group, agents in self.groups.items() for i, agent in enumerate(agents)}
-            if not isinstance(obs, Mapping) or not places.keys() >= set(map(str, obs)):
-                got = list(obs) if isinstance(obs, Mapping) else type(obs).__name__
+            if not isinstance(obs, Mapping) or not places.keys() >= set(map(str, [*obs, *(masks or {})])):
+                got = [*obs, *(masks or {})] if isinstance(obs, Mapping) else type(obs).__name__
                 expected = f"by group, {list(self.groups)}, or by agent, {list(places)}"
-                raise SpecMismatch(f"policy: expected observations {expected}, got {got}.")
+                raise SpecMismatch(f"policy: expected observations and masks {expected}, got {got}.")
             rows, allowed, there = self._by_agent(obs, masks or {})
             by_group, after = self._act_by_group(rows, state, allowed, there)
             at = {agent: places[str(agent)] for agent in obs}
@@ -151,13 +151,8 @@ class RunPolicy:
                 f"policy: expected as many observations of each group, got {[len(one) for one in rows.values()]}."
             )
         ((_, are_single),) = counts
-        allowed = {
-            group: as_allowed(one, self.action_space.get(group), *rows[group].shape[:2])
-            for group, one in masks.items()
-            if one is not None
-        }
         there = {group: torch.as_tensor(one).bool().reshape(rows[group].shape[:2]) for group, one in alive.items()}
-        by_group, after = self._act(rows, state, masks=allowed, alive=there)
+        by_group, after = self._act(rows, state, masks=masks, alive=there)
         actions = {
             group: _as_given(one[0] if are_single else one, obs[group], self.action_space[group], is_group=True)
             for group, one in by_group.items()

@@ -278,8 +278,9 @@ def _train(
         seconds = time.monotonic() - started
         row = {"seconds": seconds, "steps_per_second": metrics.steps / seconds, **metrics.as_row()}
         if evaluations is not None:
-            row["eval_return"] = math.nan if evaluation is None else evaluation.mean_return
-            row["eval_length"] = math.nan if evaluation is None else evaluation.mean_length
+            played = evaluation or Evaluation(0, math.nan, math.nan)
+            row |= {f"eval_{name}": value for name, value in played.figures.items()}
+            row |= {"eval_return": played.mean_return, "eval_length": played.mean_length}
         return row
 
     def write(row: dict[str, float]) -> None:

@@ -161,7 +161,7 @@ def make_vec(
     num_workers = check_workers("num_workers", num_workers)
     recipes = adapted_recipes(env, num_envs, env_kwargs, wrappers, groups, state)
     recipes = [replace(recipe, call=_words_of(recipe.call, backend, num_workers, caller_steps)) for recipe in recipes]
-    cores = usable_cores()
+    cores, restarts = usable_cores(), max_restarts if on_failure == "restart" else None
     if backend != "process":
         _refuse_without_processes(backend, one_env_per_process, caller_steps, step_timeout, num_workers)
         refuse_without_processes(worker_env, backend)
@@ -196,10 +196,7 @@ def make_vec(
                     max(cores - 1, 1),
                 )
         options = ProcessOptions(
-            Processes(
-                *(context, start_timeout, threads_per_worker, worker_env, init),
-                max_restarts=max_restarts if on_failure == "restart" else 0,
-            ),
+            Processes(context, start_timeout, threads_per_worker, worker_env, init, max_restarts=restarts),
             workers,
             step_timeout_s=step_timeout,
             close_limits=close_limits,
@@ -212,7 +209,7 @@ def make_vec(
         autoreset_mode=mode,
         copy=copy,
         check_finite=check_finite,
-        max_restarts=max_restarts if on_failure == "restart" else None,
+        max_restarts=restarts,
         caller_steps=caller_steps,
     )
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=partial(equal_spaces, bounds=False))

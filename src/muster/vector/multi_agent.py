@@ -69,7 +69,6 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         super().__init__(assembled)
         assert isinstance(self._obs, layout.RowNode)
         self._layout = self._obs.layout
-        self.lacks_state = self._layout.lacks_state  # asked for, of an env with a `state` that has no space
         self._slots = self._layout.slots()
         self._bounds = [(name, slot.start, slot.stop) for name, slot in self._slots.items()]
         self.single_observation_space = handed_out(self._layout.observation_space())

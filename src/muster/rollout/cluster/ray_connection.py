@@ -18,7 +18,6 @@ import secrets
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -104,7 +103,7 @@ class Connection:
     _watched_until: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
-        self._job, self._raylet = self._job_here(), _raylet_here(self.ray)
+        self._job, self._raylet = self._job_here(), _to_raylet(self.ray)
         self._watch = threading.Thread(target=self._watch_cluster, name="muster-ray-head", daemon=True)
         self._watch.start()
 
@@ -138,16 +137,15 @@ class Connection:
 
         Looked at before each call: without a raylet, Ray ends this process as it is handed a large object.
         """
-        if not self._lost and readable([self._raylet], 0.0):
+        if not self._lost and readable([self._raylet.fileno()], 0.0):
             self._lost = "this machine's Ray has ended"
         return self._lost
 
     def _head_answers(self) -> bool:
-        try:
+        with contextlib.suppress(OSError):
             socket.create_connection(_host_and_port(self.address), _HEAD_S).close()
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def _watch_cluster(self) -> None:
         """Ends the connection where the head or the raylet is gone: else Ray ends this process, a minute after."""
@@ -226,15 +224,12 @@ def this_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def _raylet_here(ray: Any) -> int:
-    """A pidfd of this machine's raylet, which listens at a socket; -1 where that is not known."""
-    with socket.socket(socket.AF_UNIX) as one:
-        try:
-            one.connect(ray._private.worker._global_node.raylet_socket_name)
-            pid, _, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            return os.pidfd_open(pid)
-        except OSError:
-            return -1
+def _to_raylet(ray: Any) -> socket.socket:
+    """A connection to this machine's raylet, which becomes readable when that ends."""
+    connection = socket.socket(socket.AF_UNIX)
+    with contextlib.suppress(OSError):  # it is readable then, too
+        connection.connect(ray._private.worker._global_node.raylet_socket_name)
+    return connection
 
 
 def _connect(address: str | None, runtime_env: RuntimeEnv) -> Connection:
@@ -463,9 +458,8 @@ def _make_folder() -> str:
     above = next(one for one in (tempfile.gettempdir(), "/tmp") if len(one) <= _LONGEST_FOLDER)
     for left in Path(above).glob(f"{_FOLDER}*"):
         with contextlib.suppress(OSError):  # in use, or a link
-            if left.lstat().st_uid == os.geteuid():
-                os.close(_locked(left))
-                shutil.rmtree(left, ignore_errors=True)
+            os.close(_locked(left))
+            shutil.rmtree(left, ignore_errors=True)
     made = tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=above)  # by another name, until it is locked
     _locked(made)
     folder = made.replace(f".{_FOLDER}", _FOLDER)
@@ -474,12 +468,11 @@ def _make_folder() -> str:
 
 
 def _locked(folder: Path | str) -> int:
-    fd = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with contextlib.ExitStack() as undone:
+        fd = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+        undone.callback(os.close, fd)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise
+        undone.pop_all()
     return fd
 
 
