@@ -138,7 +138,7 @@ def test_a_run_of_agents_goes_on_is_evaluated_and_filmed(hunt: Path, tmp_path: P
     assert "hunting.py:make. To use it is to run that code" in refused.stderr
     result = muster("train", "--resume", str(run), "--total-steps=320", "--trust")
     assert result.exit_code == 0, result.output
-    assert "The centralised critic sees all agents' observations, since the envs give no state." in result.stdout
+    assert "The centralised critic sees all agents' observations: the envs give no state." in result.stdout
     assert [int(row["steps"]) for row in rows_in(run)] == [64, 128, 192, 256, 320]
     assert rows_in(run)[:3] == rows_in(hunt)
     result = muster("eval", str(run), "--trust", "--episodes=3", "--video", str(tmp_path / "out.mp4"))

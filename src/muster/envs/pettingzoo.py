@@ -16,7 +16,6 @@ from gymnasium import spaces
 from muster.envs.agents import AgentSpecs
 from muster.errors import RecipeError, SpecMismatch
 from muster.extras import missing_explained, pip_install, require
-from muster.introspection import type_name
 from muster.recipes.known_envs import OfKnownLibrary
 from muster.spaces.tree import Space
 from muster.worker_info import get_worker_info
@@ -93,12 +92,11 @@ def specs_of(env: Any, state: bool) -> AgentSpecs:
     state_space = _state_space(env) if state else None
     own_state = getattr(getattr(env, "unwrapped", env), "state", None)
     has_state = callable(own_state) and not getattr(own_state, "__module__", "").startswith("pettingzoo.utils")
-    info = get_worker_info()
-    if state and has_state and state_space is None and (info is None or info.env_index == 0):
+    if state and has_state and state_space is None and getattr(get_worker_info(), "env_index", 0) == 0:
         _logger.warning(
             "state=True, and %s has a state() without a state_space that is one array's: the infos have no state, and "
             "a centralised critic sees all agents' observations",
-            type_name(env),
+            type(env).__name__,
         )
     return AgentSpecs(
         agents,

@@ -325,7 +325,6 @@ class MemoryPlan:
         self._check = check
         self._fewer_workers = fewer_workers
         self._left_at_first = 0
-        self._accepted = self._warned = False
         self._others_at = math.inf  # time.monotonic() from which on the others may be built, whatever the first needs
         self._look_at = 0.0
 
@@ -337,7 +336,7 @@ class MemoryPlan:
     @property
     def others_begin(self) -> bool:
         """Whether the workers after the first may build."""
-        return self._accepted or time.monotonic() >= self._others_at
+        return time.monotonic() >= self._others_at
 
     def look(self, reports: list[tuple[int, ...]], workers: Sequence[int]) -> None:
         """Takes the reports of the first worker, and looks every 0.1 s at what is left. Called while any worker builds.
@@ -346,10 +345,10 @@ class MemoryPlan:
         """
         now = time.monotonic()
         while reports:
-            if built := reports.pop(0):
-                self._accepted = self._accepted or self.accepts(built)
-            else:
+            if not (built := reports.pop(0)):
                 self._others_at = now + _ALONE_S
+            elif self._others_at and self.accepts(built):
+                self._others_at = 0.0
         left_bytes, limit = memory_left() if now >= self._look_at else (sys.maxsize, "")
         self._look_at = max(self._look_at, now + _LOOK_EVERY_S) if limit else self._look_at
         if left_bytes < self._left_at_first / 10:
@@ -393,8 +392,8 @@ class MemoryPlan:
         message = f"{self._num_envs} envs in {processes} will not fit into memory: {why}"
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
-        if not self._warned:
-            self._warned = True
+        if self._check == "warn":
+            self._check = "has warned"
             warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
 
     def _needed(self, num_envs: int, built: Sequence[int], num_workers: int | None = None) -> int:

@@ -124,8 +124,7 @@ class EpisodeCounter:
         ends = np.flatnonzero(((storage.terminated | storage.truncated) & mask).T)
         ends = ends[np.lexsort((ends // T, ends % T))]
         segments = np.searchsorted(starts, ends, side="right") - 1
-        figures = {(one.time, one.env): one.figures for one in storage.infos}
-        infos = self._infos([figures.get((at % T, at // T), {}) for at in ends.tolist()])
+        infos = self._infos([storage.infos.get((at % T, at // T), {}) for at in ends.tolist()])
         return Episodes(returns[segments], lengths[segments], ends // T + first_env, infos)
 
     def _infos(self, figures: Sequence[Figures]) -> dict[str, npt.NDArray[np.float64]]:

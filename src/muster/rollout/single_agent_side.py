@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -100,14 +101,11 @@ class SingleAgentEnvs(EnvSide):
         """Adds the field of masks, where the first reset brings such. Others are refused where somebody obeys masks."""
         column, space = infos[MASK], self.envs.single_action_space
         first = column[np.argmax(infos.get(f"_{MASK}", 1))] if isinstance(column, np.ndarray) else column
-        try:
+        with nullcontext() if self._obeys else suppress(SpecMismatch):
             usable(first, space)
             if self.fields_known:
                 raise unusable(first, space, expected="one from the first reset on, be it of ones alone")
             self.have_masks(len(self.observation_fields))
-        except SpecMismatch:
-            if self._obeys:
-                raise
 
     def _with_masks(self, leaves: list[Array], infos: dict[str, Any], count: int, row: Any = ...) -> list[Array]:
         """The leaves of observations, with masks as bool, those of `row` among the `count` that `infos` are of."""

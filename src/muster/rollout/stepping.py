@@ -13,7 +13,7 @@ from muster.rollout.env_side import EnvSide, StepRows
 from muster.rollout.episodes import figures_in
 from muster.rollout.fields import Array
 from muster.rollout.policies import Actor
-from muster.rollout.storage import Figures, Final, LastInfo, Loss, Storage
+from muster.rollout.storage import Figures, Final, Loss, Storage
 from muster.vector.multi_agent import any_true
 
 
@@ -137,15 +137,15 @@ class Stepping:
         if "agent_infos" in rows.infos and self._envs.has_agents:  # an agent's last info may come before its env's
             flags = (rows.infos[name].values() for name in ("agent_terminated", "agent_truncated"))
             noted = np.logical_or.reduce([last, *(one.any(-1) for one in itertools.chain(*flags))])
-        for row in np.flatnonzero(noted).tolist():
+        for row, env in zip(np.flatnonzero(noted).tolist(), ids[noted].tolist(), strict=True):
             leaves = self._envs.final(rows.infos, row) if ended[row] else None
             if leaves is not None:
-                storage.write_final(Final(t, int(ids[row]), leaves))
+                storage.write_final(Final(t, env, leaves))
             infos = rows.infos if self._next_step or not ended[row] else rows.infos.get("final_info", {})
-            held = self._figures.setdefault(int(ids[row]), {})
+            held = self._figures.setdefault(env, {})
             held |= figures_in(infos, row, self._names, of_agents=self._envs.has_agents)
             if last[row]:
-                storage.infos.append(LastInfo(t, int(ids[row]), self._figures.pop(int(ids[row]))))
+                storage.infos[t, env] = self._figures.pop(env)
         if "restarted" in rows.infos:
             for row in np.flatnonzero(rows.infos["_restarted"]).tolist():
                 storage.write_loss(Loss(t, int(ids[row]), rows.infos["restarted"][row]))

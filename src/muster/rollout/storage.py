@@ -21,6 +21,8 @@ from muster.rollout.fields import Array, Field, Key
 _NAMES = [None, "time"]
 Figures = dict[tuple[str, str], float | str]
 """By name and agent, "" for the env itself: numbers of infos, and the class of what is none."""
+LastInfos = dict[tuple[int, int], Figures]
+"""The `figures_in` last infos, by the step and the env of episodes that may have ended there."""
 Allocate = Callable[[tuple[int, ...], Field], Array]
 
 
@@ -38,14 +40,6 @@ class Loss(NamedTuple):
     time: int
     env: int
     reason: str
-
-
-class LastInfo(NamedTuple):
-    """The `figures_in` the last info of an episode that env `env` may have ended with step `time`."""
-
-    time: int
-    env: int
-    figures: Figures
 
 
 class Storage:
@@ -101,7 +95,7 @@ class Storage:
         self.outputs: dict[Key, Tensor] = {}
         self.finals: list[Final] = []
         self.losses: list[Loss] = []
-        self.infos: list[LastInfo] = []
+        self.infos: LastInfos = {}
 
     def add_output(self, key: Key, like: Tensor) -> Tensor:
         """Memory ``[T, N, ...]`` for the policy's output under `key`, new where there is none yet.
@@ -198,12 +192,12 @@ class Storage:
         self.losses.append(loss)
         self.mask[loss.time, loss.env] = False
 
-    def add_ends(self, finals: list[Final], losses: list[Loss], infos: list[LastInfo], first_env: int) -> None:
+    def add_ends(self, finals: list[Final], losses: list[Loss], infos: LastInfos, first_env: int) -> None:
         """Adds what others have kept beside the columns of envs from `first_env` on, which they count from 0."""
         for one in finals:
             self.write_final(Final(one.time, first_env + one.env, one.leaves))
         self.losses += [Loss(one.time, first_env + one.env, one.reason) for one in losses]
-        self.infos += [one._replace(env=first_env + one.env) for one in infos]
+        self.infos |= {(time, first_env + env): figures for (time, env), figures in infos.items()}
 
     def to_batch(self, traj_ids: Array) -> TensorDict:
         """The batch ``[N, T]``, on the memory of this storage. traj_ids: int64 ``[T, N]``.

@@ -45,10 +45,8 @@ def usable(masks: Any, space: Space, *lead: int, of: str = "the action mask") ->
     parts, given = choices_of(space), _array(masks)
     if lead[:1] == (1,) and given.ndim == len(lead):
         given = given[None]
-    if parts is None or given.shape != (*lead, parts[0].sum()) or given.dtype.kind not in "biuf":
-        raise unusable(given, space, *lead, of=of)
-    flags = given.astype(np.bool_)
-    if given.dtype != flags.dtype and not (given == flags).all():
+    fits = parts is not None and given.shape == (*lead, parts[0].sum()) and given.dtype.kind in "biuf"
+    if parts is None or not fits or (given != (flags := given.astype(np.bool_))).any():
         raise unusable(given, space, *lead, of=of)
     counts = parts[0]
     nothing = ~np.logical_or.reduceat(flags, np.cumsum(counts) - counts, -1)

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from rich.console import Console
 from rich.markup import escape
 
-from muster.errors import UsageError, printable
+from muster.errors import RunConfigError, UsageError, printable
 from muster.extras import imports_for
 from muster.recipes.named import callable_named
 from muster.training.run_folder import (
@@ -177,7 +177,8 @@ def wandb_run(run: Path, run_id: str, **options: Any) -> Any:
         return wandb.init(**options, settings=settings, resume="allow")
     except (wandb.Error, ValueError) as error:  # the latter for an id or a path that it does not take
         why = textwrap.shorten(str(error), 500)
-        raise UsageError(f"wandb does not start: {why}. Log in, or set WANDB_MODE=offline") from None
+        kind = RunConfigError if isinstance(error, ValueError) else UsageError
+        raise kind(f"wandb does not start: {why}. Log in, or set WANDB_MODE=offline") from None
 
 
 def _read_marks(run: Path) -> dict[str, dict[str, Any]]:

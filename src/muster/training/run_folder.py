@@ -487,10 +487,11 @@ def _refuse_link(path: Path, name: str, holder: int) -> None:
 
 
 def require_room(path: Path, size: int) -> None:
-    """Raises UsageError where no memory holds so many bytes, which the file asks for."""
+    """Raises RunConfigError where no memory holds so many bytes, which the file asks for."""
     left, limit = memory_left()
     if size > left:
-        raise UsageError(f"{path} asks for more memory than there is: {size:,} bytes, and {left:,} are left ({limit}).")
+        room = f"{size:,} bytes, and {left:,} are left ({limit})"
+        raise RunConfigError(f"{path} asks for more memory than there is: {room}.")
 
 
 def _csv(rows: Iterable[Iterable[object]]) -> bytes:

@@ -20,7 +20,7 @@ from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
 from muster.algorithms.ppo_envs import EnvFacts
 from muster.algorithms.teams import Networks
-from muster.errors import UsageError
+from muster.errors import RunConfigError, UsageError
 from muster.nn.shared_copies import shared_copy
 from muster.spaces.plain import from_plain, to_plain
 from muster.training.plan import TrainingPlan
@@ -53,11 +53,11 @@ def facts_in(run: Path, config: PPOConfig) -> EnvFacts:
             return EnvFacts(from_plain(kept["observations"]), from_plain(kept["actions"]), None)
         return _facts_of_agents(path, config, kept)
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
+        raise RunConfigError(f"{path}: {error}") from None
 
 
 def require_sizes(run: Path, config: PPOConfig) -> None:
-    """Raises UsageError where no memory holds the networks and a rollout of a run that is to go on."""
+    """Raises RunConfigError where no memory holds the networks and a rollout of a run that is to go on."""
     least = {"kind": "Discrete", "n": 1}
     _require_room(run / "config.json", config, least, least)  # runs of older versions say nothing of spaces
     require_room(run / "config.json", 32 * config.batch_size)  # eight numbers a step, or more
@@ -105,7 +105,7 @@ def _facts_of_agents(path: Path, config: MAPPOConfig, kept: Mapping[str, Any]) -
 def _require_room(
     path: Path, config: PPOConfig, seen: object, acts: object, judged: int | None = None, count: int = 1
 ) -> None:
-    """Raises UsageError where no memory holds so many networks for spaces as `to_plain` describes them.
+    """Raises RunConfigError where no memory holds so many networks for spaces as `to_plain` describes them.
 
     judged: the numbers that the critic sees; None for those of the observation.
     """

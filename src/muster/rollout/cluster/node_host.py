@@ -29,7 +29,7 @@ from muster.rollout.fields import Array
 from muster.rollout.processes.replica import ReplicaFields
 from muster.rollout.processes.replica_pool import PoolPlan, ReplicaPool
 from muster.rollout.processes.shared_weights import WeightShapes, install
-from muster.rollout.storage import Final, LastInfo, Loss
+from muster.rollout.storage import Final, LastInfos, Loss
 from muster.transport.big_arrays import memfd, memory_of
 
 Attributes = Mapping[int, Mapping[str, bytes]]
@@ -80,7 +80,7 @@ class NodeBatch:
     columns: list[Array]
     finals: list[Final]
     losses: list[Loss]
-    infos: list[LastInfo]
+    infos: LastInfos
     versions: Array
     notes: Sequence[str]
 

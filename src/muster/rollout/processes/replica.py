@@ -25,7 +25,7 @@ from muster.rollout.collector_set import collector_nouns
 from muster.rollout.fields import Field
 from muster.rollout.processes.batch_memory import BatchLayout, stop_flag
 from muster.rollout.processes.shared_weights import SharedWeights, shapes_of
-from muster.rollout.storage import Final, LastInfo, Loss
+from muster.rollout.storage import Final, LastInfos, Loss
 from muster.rollout.weights import named_weights
 from muster.vector.assemble import serial_vec
 
@@ -135,7 +135,7 @@ class Collected(Message):
     waiting: float
     finals: list[Final]
     losses: list[Loss]
-    infos: list[LastInfo]
+    infos: LastInfos
     lost: str
 
 
