@@ -250,11 +250,9 @@ class Explorer(nn.Module):
     takes_rng: whether it draws from `rng` alone, where it is called with one: networks of users may have dropout.
     """
 
-    def __init__(
-        self, policy: Any, observations: ObservationNormalizer | None, learning_rate: float, *, takes_rng: bool = False
-    ) -> None:
+    def __init__(self, policy: Any, observations: ObservationNormalizer | None, learning_rate: float) -> None:
         super().__init__()
-        self.policy, self.observations, self.takes_rng = policy, observations, takes_rng
+        self.policy, self.observations, self.takes_rng = policy, observations, type(policy) is ActorCritic
         self.steps, self.learning_rate = 0, learning_rate
         self.initial_state = Network(policy, observations).initial_state
 

@@ -31,7 +31,7 @@ from muster.algorithms.learner import Collected, Learner, Rollout, followers, go
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy, generator_of, seed_of
 from muster.algorithms.own_network import policy_of
-from muster.algorithms.ppo_config import POLICIES, MAPPOConfig
+from muster.algorithms.ppo_config import MAPPOConfig
 from muster.algorithms.ppo_envs import EnvFacts, facts_of
 from muster.algorithms.ppo_parts import EpisodeWindow, MAPPOMetrics, Rates, TeamFigures, require_finite_rows
 from muster.algorithms.teams import AgentsExplorer, AgentsPolicy, CentralisedCritic, Networks, Sight, Team
@@ -87,8 +87,7 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
             team.name: Learner(self.policies[team.name], config, (config.num_envs, team.num_agents), at, seed_of(one))
             for team, one in zip(self.teams, minibatches.spawn(len(self.teams)), strict=True)
         }
-        is_musters = policy is None and config.policy in POLICIES
-        explorer = AgentsExplorer(self.network, config.learning_rate, takes_rng=is_musters)
+        explorer = AgentsExplorer(self.network, config.learning_rate)
         super().__init__(envs, facts, config, explorer, at, EpisodeWindow(self.groups), seed_of(collecting), collectors)
         self._begin_anew()
 

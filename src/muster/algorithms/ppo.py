@@ -26,7 +26,7 @@ from muster.algorithms.learner import Collected, Learner, Rollout, goes_on
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy, generator_of, seed_of
 from muster.algorithms.own_network import policy_of
-from muster.algorithms.ppo_config import POLICIES, PPOConfig
+from muster.algorithms.ppo_config import PPOConfig
 from muster.algorithms.ppo_envs import facts_of
 from muster.algorithms.ppo_parts import EpisodeWindow, PPOMetrics, Rates, require_finite_rows
 from muster.spaces.masks import MASK
@@ -72,21 +72,20 @@ class PPO(OnPolicy[PPOMetrics]):
         facts = facts_of(envs, config, collectors)
         space = facts.observation_space
         collecting, weights, minibatches = np.random.SeedSequence(config.seed).spawn(3)
-        is_musters = policy is None and config.policy in POLICIES
         policy = policy_of(config, space, facts.action_space, generator_of(weights), policy)
         self.observations = ObservationNormalizer(space) if config.normalize_observations else None
         at = placed(device, [policy], [self.observations], config)
         self.policy = policy
         self.learner = Learner(policy, config, (config.num_envs,), at, seed_of(minibatches))
-        explorer = Explorer(policy, self.observations, config.learning_rate, takes_rng=is_musters)
+        explorer = Explorer(policy, self.observations, config.learning_rate)
         super().__init__(envs, facts, config, explorer, at, EpisodeWindow(), seed_of(collecting), collectors)
 
     def _learn(self, rates: Rates) -> PPOMetrics:
         rollout = self.collect_rollout()
         steps = self.collector.frames
         losses = self.learner.update(rollout, rates, steps)
-        variance, episodes = rollout.explained_variance(), self.episodes
-        return PPOMetrics(steps, episodes.summary(), losses, variance, rates.learning_rate, episodes.figures())
+        rest = rollout.explained_variance(), rates.learning_rate, self.episodes.figures()
+        return PPOMetrics(steps, self.episodes.summary(), losses, *rest)
 
     @torch.no_grad()
     def collect_rollout(self) -> Rollout:

@@ -108,11 +108,11 @@ class AgentsPolicy(nn.Module):
 class AgentsExplorer(nn.Module):
     """What acts while MAPPO collects: an explorer for each team. takes_rng: as of `Explorer`."""
 
-    def __init__(self, networks: Networks, learning_rate: float, *, takes_rng: bool = False) -> None:
+    def __init__(self, networks: Networks, learning_rate: float) -> None:
         super().__init__()
-        self.takes_rng = takes_rng
         self.teams = list(networks.teams)
         self.explorers: Any = nn.ModuleList(Explorer(*one, learning_rate) for one in networks.networks)
+        self.takes_rng = all(explorer.takes_rng for explorer in self.explorers)
         self.steps = 0  # env steps after which it acts
         self.initial_state = networks.initial_state
 

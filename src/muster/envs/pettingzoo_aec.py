@@ -29,7 +29,7 @@ class TurnBasedAgents(AgentsEnv):
         self.env.reset(seed=seed, options=options)
         self._start_episode()
         self._agents = []
-        self._gone: dict[Agent, Any] = {}  # those that have ended, and the reward that the env had for each then
+        self._gone: dict[Agent, Any] = {}  # those that have ended, and the reward that the env has for each
         return self._next_turn()
 
     def step(self, actions: dict[str, Any]) -> Step:
@@ -71,13 +71,10 @@ class TurnBasedAgents(AgentsEnv):
         for agent in self._agents:
             if agent != acting:
                 self._put(agent, copied(env.observe(agent)), last_rewards.get(agent, 0.0), False, False, False)
+        for agent in before + self._away:
+            if agent not in self._agents and agent not in last_rewards:
+                self._put_unselected(agent)
         self._check_gone()
-        for agent in dict.fromkeys([*before, *self._away, *last_rewards]):
-            if agent not in self._agents:
-                if agent not in last_rewards:
-                    self._put_unselected(agent)
-                if agent not in self._agents_row.unended():
-                    self._gone[agent] = self._reward_of(agent)
         info = self._infos(infos)
         if self._away or self._agents != before:
             self._note_away(info)
@@ -99,11 +96,10 @@ class TurnBasedAgents(AgentsEnv):
 
     def _check_gone(self) -> None:
         """Raises SpecMismatch for an agent with a reward that came after its end, unless it has returned."""
-        for agent in self._gone.keys() & self._agents:
-            del self._gone[agent]
-        for agent, before in self._gone.items():
-            reward = self._gone[agent] = self._reward_of(agent)  # the env may keep what `last` has handed over
-            if reward and reward != before:
+        there = {*self._agents, *self._agents_row.unended()}
+        before, self._gone = self._gone, {agent: self._reward_of(agent) for agent in self._slots if agent not in there}
+        for agent, reward in self._gone.items():
+            if reward and reward != before.get(agent, reward):  # the env may keep what `last` has handed over
                 raise SpecMismatch(
                     f"the env's rewards give {reward!r} to {agent!r}, which is not there, as it has ended before: "
                     f"expected rewards for agents among {self._agents}, or 0. Keep an agent in env.agents until its "

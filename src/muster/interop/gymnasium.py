@@ -34,7 +34,6 @@ from muster.errors import (
 )
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
-from muster.hosts.requests import EnvCall
 from muster.interop.agreed_spaces import (
     ASYNC_COMPLAINTS,
     SYNC_COMPLAINTS,
@@ -185,6 +184,7 @@ class SyncVectorEnv(_DropIn):
     """
 
     _casting = "same_kind"
+    _methods = _DropIn
 
     def __init__(
         self,
@@ -214,21 +214,9 @@ class SyncVectorEnv(_DropIn):
             )
         return super().step(actions, **private)
 
-    def reset(self, *, seed: Seeds = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Resets the envs. A method ``reset_async`` of a subclass has no part in it, nor ``call`` in `render`."""
-        if self.interrupted and "reset_mask" not in (options or ()):
-            self.drop_pending()
-        _DropIn.reset_async(self, seed, options)
-        return _DropIn.reset_wait(self)
-
-    def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As `muster.VectorEnv`'s, of which a method ``call_async`` of a subclass is no part."""
-        _DropIn.call_async(self, name, *args, **kwargs)
-        return _DropIn.call_wait(self)
-
     def render(self) -> tuple[Any, ...]:
-        """Every env's ``render()``."""
-        return SyncVectorEnv.call(self, "render")
+        """Every env's ``render()``; a subclass's `call` has no part in it, as in Gymnasium."""
+        return VectorEnv.call(self, "render")
 
 
 class AsyncVectorEnv(_DropIn):

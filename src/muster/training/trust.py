@@ -47,8 +47,13 @@ def is_known_id(env: str) -> bool:
 
 def are_words(value: Any) -> bool:
     """Whether all that JSON holds there are numbers, flags, None, and words that are no path, address or module."""
-    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
-    return all(map(are_words, parts)) and not (isinstance(value, str) and set(value) & set("/\\:"))
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str) and set(one) & set("/\\:"):
+            return False
+        left += [*one, *one.values()] if isinstance(one, dict) else one if isinstance(one, (list, tuple)) else []
+    return True
 
 
 JUDGED: Mapping[str, Callable[[Any], bool]] = {

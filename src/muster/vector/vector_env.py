@@ -44,6 +44,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     """
 
     _batch: type[BatchT]
+    _methods: Any = None  # the class whose `reset_async` and such `reset` and `call` call; None: the own one
     __repr__ = results.described
 
     def __init__(self, assembled: Assembled) -> None:
@@ -75,8 +76,9 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         """
         if self.interrupted and "reset_mask" not in (options or ()):
             self.drop_pending()
-        self.reset_async(seed=seed, options=options)
-        return self.reset_wait()
+        methods = self._methods or type(self)
+        methods.reset_async(self, seed=seed, options=options)
+        return methods.reset_wait(self)
 
     @verb
     def reset_async(
@@ -178,8 +180,9 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
         An attribute that is not callable is returned itself.
         """
-        self.call_async(name, *args, **kwargs)
-        return self.call_wait()
+        methods = self._methods or type(self)
+        methods.call_async(self, name, *args, **kwargs)
+        return methods.call_wait(self)
 
     @verb
     def call_async(self, name: str | EnvCall, /, *args: Any, **kwargs: Any) -> None:
