@@ -344,7 +344,7 @@ def test_odd_groups_are_refused_in_one_line(hunt: Path, tmp_path: Path, groups: 
         load_policy(run)
     assert "\n" not in str(caught.value)
     result = muster("eval", str(run), "--trust")
-    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
 
 
 def test_other_agents_than_the_checkpoint_has_are_refused_in_one_line(hunt: Path, tmp_path: Path):

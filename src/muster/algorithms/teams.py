@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import MEMORY, Explorer, Network, Sequences, as_allowed, begun
 from muster.algorithms.encoder import Encoder, as_observation, mlp
-from muster.errors import SpecMismatch
 
 
 class Team(NamedTuple):
@@ -164,12 +164,10 @@ class Networks(NamedTuple):
     ) -> tuple[dict[str, Tensor], dict[Any, Tensor] | None]:
         """As `Network.act`, by group: obs [B, A, *obs_shape], masks [B, A, n], alive [B, A]; None: all are."""
         count = len(as_observation(obs[self.teams[0].group], 2))
-        allowed: dict[str, Tensor | None] = {}
-        for group, one in (masks or {}).items():
-            teams = [team for team in self.teams if team.group == group]
-            if not teams:
-                raise SpecMismatch(f"policy: expected masks of the groups {sorted(obs)}, got {group!r}.")
-            allowed[group] = as_allowed(one, teams[0].action_space, count, sum(team.num_agents for team in teams))
+        spaces, sizes = {team.group: team.action_space for team in self.teams}, Counter[str]()
+        for team in self.teams:
+            sizes[team.group] += team.num_agents
+        allowed = {group: as_allowed(one, spaces[group], count, sizes[group]) for group, one in (masks or {}).items()}
         acts = [partial(network.act, sample=sample, threads=threads) for network in self.networks]
         memories = begun(self.initial_state, state, count) or None
         return _by_team(self.teams, acts, obs, memories, allowed, alive or {})

@@ -120,9 +120,8 @@ class _DropIn(VectorEnv):
         max_restarts: int | None = None,
     ) -> None:
         closed = partial(_raise_closed, type(self).__name__)
-        trees = partial(trees_of_spaces, casting=self._casting)
-        own: dict[str, Any] = {"raise_closed": closed, "reward_key": reward_key}
-        parts = replace(LENIENT, spaces=agree, trees=trees, writer=_Writer, raiser=raiser, **own)
+        parts = replace(LENIENT, trees=partial(trees_of_spaces, casting=self._casting), spaces=agree, writer=_Writer)
+        parts = replace(parts, raiser=raiser, raise_closed=closed, reward_key=reward_key)
         options = SteppingOptions(self.autoreset_mode, copy=copy, max_restarts=max_restarts)
         super().__init__(assemble(backend, parts, options))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others

@@ -116,7 +116,7 @@ class RunPolicy:
         """
         if not self.groups:
             actions, after = self._act_alone(obs, state, masks)
-        elif isinstance(obs, Mapping) and obs.keys() >= self.groups.keys():
+        elif isinstance(obs, Mapping) and obs.keys() >= self.groups.keys() >= (masks or {}).keys():
             actions, after = self._act_by_group(obs, state, masks or {}, alive or {})
         else:
             places = {agent: (group, i) for group, agents in self.groups.items() for i, agent in enumerate(agents)}

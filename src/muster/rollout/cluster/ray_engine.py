@@ -97,11 +97,11 @@ class RayHost(Host):
         return bool(ray._private.state.actors(self._actor._actor_id.hex())["Pid"])
 
     def kill(self) -> None:
-        try:
-            with self._connection.used(asks_head=True) as ray:
-                ray.kill(self._actor, no_restart=True)
-        except ConnectionLost:
-            pass  # and so is the actor
+        with (
+            contextlib.suppress(ConnectionLost),
+            self._connection.used(asks_head=True) as ray,
+        ):  # else the actor is lost, too
+            ray.kill(self._actor, no_restart=True)
 
 
 @dataclass(frozen=True)
@@ -163,22 +163,20 @@ class RayEngine(Engine):
         of_all, own = self._connection.runtime_env, self._cluster.runtime_env
         runtime_env = {**own} if own and own != of_all else {}
         is_first = index not in self._hosts
-        try:
-            with self._connection.used() as ray, _refused(index):
-                actor = self._kind.options(
-                    num_cpus=cpus,
-                    num_gpus=wish.gpus,
-                    memory=wish.memory_bytes,
-                    resources={**(wish.resources or {})},
-                    label_selector={**(wish.labels or {})},
-                    scheduling_strategy=self._strategy(ray, index, spot, is_first=is_first),
-                    runtime_env=runtime_env,
-                )
-                self._hosts[index] = RayHost(self._connection, actor.remote(), self._stored)
-        except ConnectionLost:
-            if is_first:
-                raise
-        return self._hosts[index]  # where the connection is lost, the one before: `wait` says so
+        # Where the connection is lost, the host before is returned: `wait` says so.
+        lost = contextlib.nullcontext() if is_first else contextlib.suppress(ConnectionLost)
+        with lost, self._connection.used() as ray, _refused(index):
+            actor = self._kind.options(
+                num_cpus=cpus,
+                num_gpus=wish.gpus,
+                memory=wish.memory_bytes,
+                resources={**(wish.resources or {})},
+                label_selector={**(wish.labels or {})},
+                scheduling_strategy=self._strategy(ray, index, spot, is_first=is_first),
+                runtime_env=runtime_env,
+            )
+            self._hosts[index] = RayHost(self._connection, actor.remote(), self._stored)
+        return self._hosts[index]
 
     def _strategy(self, ray: Any, index: int, spot: _Spot, *, is_first: bool) -> Any:
         strategies = ray.util.scheduling_strategies
@@ -211,11 +209,9 @@ class RayEngine(Engine):
 
     def room(self, index: int) -> str:
         asked, labels = self._asked[index], self._spots[index].wish.labels
-        try:
-            with self._connection.used(asks_head=True) as ray:
-                free = None if self._hosts[index].is_placed(ray) else [*_free(ray)]
-        except ConnectionLost:
-            free = None  # `wait` says so
+        free = None
+        with contextlib.suppress(ConnectionLost), self._connection.used(asks_head=True) as ray:  # `wait` says so
+            free = None if self._hosts[index].is_placed(ray) else [*_free(ray)]
         if free is None:
             return ""
         there = [f"{host} has {_in_words({name: own.get(name, 0) for name in asked})}" for _, host, own in free]
