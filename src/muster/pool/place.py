@@ -35,6 +35,8 @@ from muster.worker_info import SEED_BITS, WorkerInfo
 Started = tuple[int, int, int | None]
 
 WINDOW_S = 60.0
+OTHERS_FAIL_S = 0.5
+"""How long those before the one that fails first may take to fail as well: most often all do, and env 0 is named."""
 
 
 @dataclass
@@ -215,6 +217,13 @@ class Starting:
     big_arrays: BigArrays | None = None
     reports: list[Any] = field(default_factory=list)
     fails_at: float = math.inf
+
+    def raise_failed(self, places: Sequence[Place]) -> None:
+        """Raises for the first place that has failed, once those before it are ready, or have had their time."""
+        starting = [place for place in places if place.starts]
+        errors = [place.failed for place in starting if place.failed is not None]
+        if errors and (errors[0] is starting[0].failed or watched_s() > self.fails_at):
+            raise errors[0]
 
     def release(self) -> None:
         """Releases all of it."""

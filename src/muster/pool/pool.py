@@ -40,7 +40,7 @@ from muster.pool.messages import (
     Unpacking,
 )
 from muster.pool.notices import StartNotice
-from muster.pool.place import Limit, Place, Plan, Started, Starting, fork, launch_named
+from muster.pool.place import OTHERS_FAIL_S, Limit, Place, Plan, Started, Starting, fork, launch_named
 from muster.pool.resources import MemoryPlan, Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
@@ -51,8 +51,6 @@ from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, frame, watched_s
 from muster.transport.mail import dumps
 
-# How long those before the one that fails first may take to fail as well: most often all do, and env 0 is named.
-_OTHERS_FAIL_S = 0.5
 # Each stands before its content, which was sealed once for several places.
 _HEADS = {kind: frame(dumps(kind())) for kind in (Post, Question)}
 
@@ -101,7 +99,7 @@ class Pool(BasePool[Place]):
         Raises what building raised, for the first worker that failed, WorkerDied, WorkerTimeout, NotEnoughMemory.
         """
         try:
-            at_once = judge is None or judge.has_room()
+            at_once = judge is None or judge.has_room
             self._launch_all(is_judged=judge is not None, at_once=at_once)
             if judge is not None and not at_once:
                 self._await(lambda place: judge.others_begin or not place.starts, judge, 1)
@@ -210,10 +208,7 @@ class Pool(BasePool[Place]):
         """Waits until the first `count` places, or all, are done with a part of their start; raises once one fails."""
         while owed := [place for place in self._places[:count] if not is_done(place)]:
             heard = self._listen(min(SLICE_S, *(place.start_left_s() for place in owed)))
-            starting = [place for place in self._places if place.starts]
-            errors = [place.failed for place in starting if place.failed is not None]
-            if errors and (errors[0] is starting[0].failed or watched_s() > self._starting.fails_at):
-                raise errors[0]
+            self._starting.raise_failed(self._places)
             self._notice.check()
             self.deliver_logs()
             if judge is not None:
@@ -418,7 +413,7 @@ class Pool(BasePool[Place]):
             raise error
         else:
             place.failed, self._polled = error, []
-            self._starting.fails_at = min(self._starting.fails_at, watched_s() + _OTHERS_FAIL_S)
+            self._starting.fails_at = min(self._starting.fails_at, watched_s() + OTHERS_FAIL_S)
 
     def _replace(self, old: Place, reason: str, successor: Successor, error: Exception) -> None:
         """Starts a successor. reason: why, also where that is lost as well.  error: for an answer that is owed."""

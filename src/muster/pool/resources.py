@@ -316,7 +316,7 @@ class MemoryPlan:
     """The memory that `num_envs` envs in `num_workers` workers will need.
 
     check: one of `MEMORY_CHECKS`, but not "off".  fewer_workers: so many could share the envs, if these allow it; None
-    where the user has chosen the number.
+    where the user has chosen the number.  has_room: whether all may be built at once.
     """
 
     def __init__(self, num_envs: int, num_workers: int, check: str, fewer_workers: int | None) -> None:
@@ -324,14 +324,10 @@ class MemoryPlan:
         self._num_workers = num_workers
         self._check = check
         self._fewer_workers = fewer_workers
-        self._left_at_first = 0
+        self._left_at_first = memory_left()[0]
+        self.has_room = self._left_at_first >= num_envs * _ROOM_BYTES
         self._others_at = math.inf  # time.monotonic() from which on the others may be built, whatever the first needs
         self._look_at = 0.0
-
-    def has_room(self) -> bool:
-        """Whether all may be built at once; notes what is left before that."""
-        self._left_at_first = memory_left()[0]
-        return self._left_at_first >= self._num_envs * _ROOM_BYTES
 
     @property
     def others_begin(self) -> bool:

@@ -51,14 +51,12 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self._backend = backend = assembled.backend
         self._caller, self._log_flag = backend.caller, backend.log_flag
         self._records, self._obs = backend.slab.records, backend.slab.plan.obs
-        self.num_envs = backend.slab.plan.num_envs
+        self.num_envs, self.render_mode = backend.slab.plan.num_envs, assembled.facts.render_mode
         self.metadata = {**assembled.facts.metadata, "autoreset_mode": assembled.options.autoreset_mode}
-        self.render_mode = assembled.facts.render_mode
         self.copy, self.info_reader = assembled.options.copy, assembled.info_reader
         self._writer, self._recovery = assembled.writer, assembled.recovery
         self._raise, self._raise_closed = assembled.parts.raiser, assembled.parts.raise_closed
-        self._all, self._drops_pending = np.arange(self.num_envs), False
-        self._watch_at = 0.0
+        self._all, self._drops_pending, self._watch_at = np.arange(self.num_envs), False, 0.0
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, close_abandoned, backend.close)
 
     # ---- reset
@@ -86,8 +84,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     ) -> None:
         """Starts `reset`; `reset_wait` or `recv` takes the result."""
         self.require_idle("reset")
-        seeds = checks.seeds_of(seed, self.num_envs)
-        ids = self._all
+        seeds, ids = checks.seeds_of(seed, self.num_envs), self._all
         checks.require_options(options)
         if options is not None and "reset_mask" in options:
             options = dict(options)
