@@ -17,7 +17,7 @@ from torch import nn
 import muster
 from muster.algorithms import PPO, MAPPOConfig, PPOConfig
 from muster.algorithms.mappo import MAPPO
-from muster.nn.turns import turn
+from muster.nn.turns import TURN
 from muster.rollout.collector import Collector
 
 PROCESS = {"num_workers": 1}  # no fork: a thread may hold the lock of torch's generator
@@ -155,8 +155,8 @@ def test_what_another_thread_draws_is_not_a_trainings_and_the_other_way_round(tr
 
 
 def takes_a_turn():
-    if free := turn().acquire(timeout=5.0):
-        turn().release()
+    if free := TURN.acquire(timeout=5.0):
+        TURN.release()
     return free
 
 
@@ -186,7 +186,7 @@ def test_a_fork_takes_its_turn_while_a_thread_of_its_parent_has_it():
     has_it, may_go = threading.Event(), threading.Event()
 
     def hold():
-        with turn():
+        with TURN:
             has_it.set()
             may_go.wait(60)
 

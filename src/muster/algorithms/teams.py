@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 
-from muster.algorithms.actor_critic import MEMORY, Explorer, Network, Sequences, as_allowed, begun
+from muster.algorithms.actor_critic import MEMORY, ActorCritic, Explorer, Network, Sequences, as_allowed, begun
 from muster.algorithms.encoder import Encoder, as_observation, mlp
 
 
@@ -112,7 +112,7 @@ class AgentsExplorer(nn.Module):
         super().__init__()
         self.teams = list(networks.teams)
         self.explorers: Any = nn.ModuleList(Explorer(*one, learning_rate) for one in networks.networks)
-        self.takes_rng = all(explorer.takes_rng for explorer in self.explorers)
+        self.takes_rng = all(type(explorer.policy.policy) is ActorCritic for explorer in self.explorers)
         self.steps = 0  # env steps after which it acts
         self.initial_state = networks.initial_state
 

@@ -64,12 +64,12 @@ def unusable(masks: Any, space: Space, *lead: int, of: str = "the action mask", 
     )
 
 
-def obey(actions: Array, space: Space, masks: Any, rng: np.random.Generator) -> Array:
+def obey(actions: Array, space: Space, masks: Any, rng: np.random.Generator, *, of: str = "the action mask") -> Array:
     """`actions` ``[..., *shape]``, contiguous; parts that `masks`, ``[..., n]``, forbid are drawn again, in place."""
     parts, masks = choices_of(space), np.asarray(masks)
     assert parts is not None
     columns = actions.reshape(*masks.shape[:-1], len(parts[0]))
-    pieces = np.split(usable(masks, space, *masks.shape[:-1]), np.cumsum(parts[0])[:-1], -1)
+    pieces = np.split(usable(masks, space, *masks.shape[:-1], of=of), np.cumsum(parts[0])[:-1], -1)
     for chosen, start, allowed in zip(np.moveaxis(columns, -1, 0), parts[1], pieces, strict=True):
         wrong = ~np.take_along_axis(allowed, (chosen - start)[..., None], -1)[..., 0]
         if wrong.any():

@@ -19,7 +19,7 @@ from muster.envs.groups import Agent
 from muster.errors import CannotTravel, EnvError
 from muster.introspection import caller_stacklevel
 from muster.spaces.compare import handed_out
-from muster.spaces.masks import obey, usable
+from muster.spaces.masks import obey
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, merge
 from muster.vector.parts import Assembled
@@ -111,9 +111,8 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         for group, masks in zip(self._layout.mask_shapes, rows[layout.MASKS], strict=True):
             if rows[layout.HAS_MASKS].any():
                 space = self._layout.action_spaces[group]
-                allowed = usable(masks, space, *masks.shape[:2], of=f"the action mask of {group!r}")
                 own, rng = actions[group], self.action_space[group].np_random
-                own[ids] = obey(own[ids], space, allowed, rng)
+                own[ids] = obey(own[ids], space, masks, rng, of=f"the action mask of {group!r}")
         return actions
 
     @property
