@@ -112,7 +112,7 @@ class AgentsExplorer(nn.Module):
         super().__init__()
         self.teams = list(networks.teams)
         self.explorers: Any = nn.ModuleList(Explorer(*one, learning_rate) for one in networks.networks)
-        self.takes_rng = all(type(explorer.policy.policy) is ActorCritic for explorer in self.explorers)
+        self.takes_rng = all(type(one.policy.policy) is ActorCritic for one in networks.networks)
         self.steps = 0  # env steps after which it acts
         self.initial_state = networks.initial_state
 
