@@ -43,7 +43,7 @@ def open_log(folder: str) -> IO[str]:
     """Opens a file for each env, closed with the env. muster.lazy calls this in the worker."""
     info = muster.get_worker_info()
     assert info is not None
-    return open(Path(folder) / f"env-{info.env_index}.log", "w")
+    return open(Path(folder) / f"env-{info.unique_index}.log", "w")
 
 
 def main() -> None:

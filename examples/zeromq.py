@@ -47,7 +47,7 @@ def env_name() -> str:
     """A name that no other env has. Called in the worker, too."""
     info = muster.get_worker_info()
     assert info is not None
-    return f"env-{info.env_index}"
+    return f"env-{info.unique_index}"
 
 
 def serve(socket: zmq.Socket[bytes], stop: threading.Event) -> None:

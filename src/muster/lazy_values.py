@@ -95,8 +95,8 @@ def lazy(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy:
 
     It may be a value of `env_kwargs` (or of a drop-in's `wrapper_kwargs`, `monitor_kwargs` and `create_env_kwargs`), or
     an argument of a ``functools.partial`` that builds or wraps an env, also inside dicts, lists, tuples and partials.
-    Only ``fn`` and its arguments travel. Inside ``fn``, ``muster.get_worker_info().env_index`` tells envs apart:
-    ``lazy(lambda: 5555 + muster.get_worker_info().env_index)``. One Lazy that is used twice is built once per env.
+    Only ``fn`` and its arguments travel. Inside ``fn``, ``muster.get_worker_info()`` tells envs apart:
+    ``lazy(lambda: 5555 + muster.get_worker_info().unique_index)``. One Lazy that is used twice is built once per env.
 
     If ``fn`` returns a context manager, its context is entered; not for locks and database connections, whose ``with``
     means something else. The value is released with the env, last built first: by leaving the context, else by the

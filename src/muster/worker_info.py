@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from muster._core import running
+from muster.errors import UsageError
 
 SEED_BITS = 31  # of a seed that an env may get: simulators in C take an int
 
@@ -24,6 +25,7 @@ class WorkerInfo:
     num_envs, num_workers: how many envs and workers there are in all.
     seed: the seed that the worker derived its global generators from, None where there is none.
     node_index: the index of the node that the worker runs on; 0 where there is one machine.
+    unique_indices: the `unique_index` of the env; where `env_index` is None, those of all envs of the worker.
     """
 
     env_index: int | None
@@ -32,6 +34,20 @@ class WorkerInfo:
     num_workers: int
     seed: int | None
     node_index: int = 0
+    unique_indices: tuple[int, ...] = ()
+
+    @property
+    def unique_index(self) -> int:
+        """The lowest number that no other env had when this one's vector env was made, for ports, folders and devices.
+
+        No two envs that a program and the processes that it has started run at a time have the same one: not those of
+        two vector envs, of collectors and an evaluation, or on one node of a cluster. `env_index` begins at 0 in each
+        vector env. The number is taken until the vector env is closed, and what replaces an env or a worker keeps it.
+        In `worker_init` it is that of the worker's first env. Raises UsageError where there is no env.
+        """
+        if not self.unique_indices:
+            raise UsageError("unique_index is a number that envs have, and this code runs for none")
+        return self.unique_indices[0]
 
 
 def seeds_of_envs(sequence: np.random.SeedSequence, count: int = 1) -> list[int]:

@@ -73,7 +73,7 @@ def conflicts_of(env: Any, limit_s: float = 60.0, **kwargs: Any) -> Conflicts:
     return find_conflicts(env_trials, (alone, again), lambda stage: None, arguments_alone=False)
 
 
-INDEX = "muster.get_worker_info().env_index"
+INDEX = "muster.get_worker_info().unique_index"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_a_server_has_printed_stands_in_the_report(waits, port):
     assert f"the same TCP port {port}" in finding.text
     assert f"simulator on port {port}" in finding.text
     assert "Address already in use" in finding.text
-    assert f"env_kwargs={{'port': muster.lazy(lambda: {port} + muster.get_worker_info().env_index)}}" in finding.remedy
+    assert f"env_kwargs={{'port': muster.lazy(lambda: {port} + muster.get_worker_info().unique_index)}}" in finding.remedy
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ from muster.pool.place import Limit
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, Usage, usable_cores, usage_of
 from muster.pool.set_up import Processes
+from muster.pool.unique_indices import UniqueIndices
 from muster.pool.verbs import Successor
 from muster.pool.worker_process import close_own, own
 from muster.recipes.known_envs import advise_apart
@@ -128,7 +129,7 @@ class ProcessBackend(PooledBackend):
         self._closer: int | None = None
         self._local: EnvHost | None = None
         self._mail: SharedMail | None = None
-        self._local_mail = LocalMail()
+        self._local_mail, self._local_indices = LocalMail(), UniqueIndices()
         self._files: dict[str, int] = {}
         self._seen: dict[int, tuple[Any, float]] = {}  # each worker's state after its last change, and when that was
 
@@ -180,7 +181,8 @@ class ProcessBackend(PooledBackend):
         if not self._options.caller_steps:
             return []
         host, first = self.num_workers, self.first_envs[self.num_workers]
-        info = WorkerInfo(None, host, len(self._recipes), self.num_workers, None)
+        indices = self._local_indices.take(len(self._recipes) - first)
+        info = WorkerInfo(None, host, len(self._recipes), self.num_workers, None, unique_indices=indices)
         self._local = EnvHost(self._recipes[first:], info, first)
         with no_banner_meanwhile():  # none from the workers, so none from here
             failure = self._local.initialise(self._options.processes.init.function) or self._local.build()
@@ -335,6 +337,7 @@ class ProcessBackend(PooledBackend):
         finally:  # also when Ctrl-C ends the wait
             if self._mail is not None:
                 self._mail.close()
+            self._local_indices.release()
             with Uninterrupted():
                 files, self._files = self._files, {}
                 close_own(*files.values())

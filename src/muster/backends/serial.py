@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, attach_local_host, close_here, make_caller
@@ -15,6 +16,7 @@ from muster.pickling.main_module import Init
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.resources import Usage, usage_of
+from muster.pool.unique_indices import UniqueIndices
 from muster.pool.watch import Activity
 from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
@@ -50,8 +52,12 @@ class SerialBackend(Backend):
         self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker, activity=activity)
         self.envs = self._env_host.envs
         self._mail = LocalMail()
+        self._unique_indices = UniqueIndices()
 
     def start(self) -> list[EnvFacts]:
+        if self._is_callers:
+            indices = self._unique_indices.take(len(self._env_host.recipes))
+            self._env_host.info = replace(self._env_host.info, unique_indices=indices)
         if failure := self._env_host.initialise(self._init) or self._env_host.build():
             raise to_exception(failure)
         return self._env_host.facts()
@@ -91,4 +97,7 @@ class SerialBackend(Backend):
         return [(os.getpid(), self._usage_at_start)]
 
     def close(self, limits: CloseLimits) -> list[Failure]:
-        return close_here(self._env_host, limits if self._is_callers else AT_ONCE)
+        try:
+            return close_here(self._env_host, limits if self._is_callers else AT_ONCE)
+        finally:
+            self._unique_indices.release()

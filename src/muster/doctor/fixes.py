@@ -24,7 +24,7 @@ _MOST_FIXES = 4
 # One server may listen on so many ports above that which it is given.
 _PORTS_OF_ONE = 10
 _OF_THE_SYSTEM = ("PWD", "OLDPWD", "TMPDIR", "HOME")
-_INDEX = "muster.get_worker_info().env_index"
+_INDEX = "muster.get_worker_info().unique_index"
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ class EnvHost:
 
     def info_of(self, i: int) -> WorkerInfo:
         """The WorkerInfo that code of env i sees, see `muster.get_worker_info`."""
-        return dataclasses.replace(self.info, env_index=self.recipes[i].env_index)
+        own = self.info.unique_indices[i : i + 1]
+        return dataclasses.replace(self.info, env_index=self.recipes[i].env_index, unique_indices=own)
 
     def _build_one(self, i: int) -> BuiltEnv:
         with self._activity.of(Doing.BUILDING, self.first_env + i), worker_info_context(self.info_of(i)):
@@ -375,8 +376,9 @@ def _about(error: BaseException, in_process: str) -> str:
         return f"A debugger has no terminal in a worker: breakpoint() works with {in_process}."
     number = error.errno if isinstance(error, OSError) else vars(error).get("errno")  # ZeroMQ's error has one, too
     if type(number) is int and number == errno.EADDRINUSE:
-        own = "Give each env its own by muster.lazy and muster.get_worker_info().env_index."
-        return f"Another env, or another program, listens there. {own}{more('problems/ports-and-devices')}"
+        own = "Add muster.get_worker_info().unique_index to the port, and each env has its own."
+        taken = "If the env does that, another program listens there: begin at another number, or bind port 0."
+        return f"Another env, or another program, listens there. {own} {taken}{more('problems/ports-and-devices')}"
     return more("tasks/restarts").strip() if isinstance(error, SystemExit) else ""
 
 

@@ -114,6 +114,7 @@ class ThreadPool(BasePool[_Thread]):
         facts: list[Any] = []
         deadline = time.monotonic() + self._start_timeout_s
         try:
+            self._number([one.plan for one in self._places])
             for one in self._places:
                 with Uninterrupted():
                     if not starts(one.thread):
@@ -213,6 +214,7 @@ class ThreadPool(BasePool[_Thread]):
         finally:  # also when another Ctrl-C ends the wait
             if self._is_closer():
                 closing.give_up()
+                self._unique_indices.release()
         self.interrupted = closing.interrupted
         if not limits.terminates:
             crashes = [(one.name, Failed.of(one.crash, None)) for one in self._places if one.crash is not None]

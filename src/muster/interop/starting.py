@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
@@ -22,6 +23,7 @@ from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
 from muster.pool.resources import usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init, choose_init_of_drop_in
+from muster.pool.unique_indices import UniqueIndices
 from muster.recipes.recipe import BuiltEnv, Recipe
 from muster.recipes.sources import EnvFunction
 from muster.transport.mail import dumps
@@ -188,10 +190,11 @@ def with_lazies(recipes: list[Recipe]) -> tuple[Callable[[], Any], ...]:
 
 
 def _build_for_others(recipe: Recipe, num_envs: int) -> Any:
-    index = recipe.env_index
-    info = get_worker_info() or WorkerInfo(index, index, num_envs, num_envs, None)
+    index, indices = recipe.env_index, UniqueIndices()
+    info = get_worker_info() or WorkerInfo(index, index, num_envs, num_envs, None, unique_indices=indices.take(1))
     with worker_info_context(info):
         built = recipe.build()
+    weakref.finalize(built.env, indices.release)
     return _Releasing(built) if built.has_values else built.env
 
 

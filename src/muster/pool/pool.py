@@ -122,6 +122,7 @@ class Pool(BasePool[Place]):
         options, starting = self._options, self._starting
         self._notice = StartNotice(self._nouns.starting)
         forks = options.context == "fork"
+        self._number(self.plans)
         around = Surroundings.here()
         environ = around.environ if forks else worker_environment(around.environ, options.threads, options.hash_seed)
         starting.surroundings = [
@@ -495,3 +496,4 @@ class Pool(BasePool[Place]):
         self._log_inbox = None
         fds, self._own_files = self._own_files, {}
         close_own(*fds.values())
+        self._unique_indices.release()

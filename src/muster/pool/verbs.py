@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -19,8 +20,9 @@ from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.logs import hand_over
 from muster.pool.messages import Failed, Post, Question
-from muster.pool.place import Limit, Owing
+from muster.pool.place import Limit, Owing, Plan
 from muster.pool.resources import Usage
+from muster.pool.unique_indices import UniqueIndices
 from muster.pool.watch import NO_ENV, About, State, Watch
 from muster.transport.channel import watched_s
 
@@ -117,9 +119,16 @@ class BasePool(ABC, Generic[P]):
         self._arrived: list[Answered | Lost] = []
         self.closed = False
         self._open = [True]
+        self._unique_indices = UniqueIndices()
         self._watch_at = 0.0  # time.monotonic() of the next look at deaths and limits, while it waits
         self._closer: int | None = None  # the thread that has closed it
         self.log_flag = memoryview(bytes(1))
+
+    def _number(self, plans: Sequence[Plan]) -> None:
+        """Gives the envs of all places their unique indices, which they and their successors keep."""
+        indices = iter(self._unique_indices.take(sum(len(plan.envs) for plan in plans)))
+        for plan in plans:
+            plan.info = replace(plan.info, unique_indices=tuple(itertools.islice(indices, len(plan.envs))))
 
     def whole(self) -> Whole:
         """See `Whole`."""

@@ -14,9 +14,10 @@ from muster.hosts.env_facts import check_one_per_process
 from muster.hosts.trial import Reporter, TrialOutcome, Trials
 from muster.pool.launcher_client import LauncherClient
 from muster.pool.resources import own_memory_bytes
+from muster.pool.unique_indices import UniqueIndices
 from muster.pool.worker import seed_globals
 from muster.recipes.recipe import Recipe
-from muster.worker_info import WorkerInfo, worker_info_context
+from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 ROWS = 64
 BUILDING_SECOND, STEPPING_BOTH = "building a second one in the same process", "stepping two of it in one process"
@@ -113,10 +114,10 @@ def play_alone(first: Recipe, second: Recipe, reporter: Reporter, rows: int, whi
     """The trial that plays one of two envs in a process of its own, and reports its digests."""
     reporter.stage("building it")
     seed_globals(0)  # an env that draws from the global generators repeats alone, and not beside another
-    with built((first, second)[which]) as env:
+    with built((first, second)[which], which) as env:
         reporter.stage("stepping it")
         player = Player(env, reporter.alive)
-        _play([player], [which], rows)
+        _play([player], [get_worker_info()], [which], rows)
         reporter.result("infos", player.info_digests)
         reporter.result("digest", player.digest)
         reporter.stage("closing it")
@@ -127,34 +128,40 @@ def play_together(first: Recipe, second: Recipe, reporter: Reporter, rows: int) 
     reporter.stage("building the first of two in one process")
     seed_globals(0)
     with built(first) as one:
-        players = [Player(one, reporter.alive)]
+        players, infos = [Player(one, reporter.alive)], [get_worker_info()]
         reporter.stage(BUILDING_SECOND)
         before = own_memory_bytes()
         with built(second) as other:
             check_one_per_process(other, 2)
             players.append(Player(other, reporter.alive))
+            infos.append(get_worker_info())
             reporter.stage(STEPPING_BOTH)
-            _play(players, [0, 1], rows)
+            _play(players, infos, [0, 1], rows)
             reporter.result("env_bytes", max(0, own_memory_bytes() - before))
             reporter.result("infos", [player.info_digests for player in players])
             reporter.result("digests", [player.digest for player in players])
             reporter.stage("closing two of it in one process")
 
 
-def _play(players: Sequence[Player], seeds: Sequence[int], rows: int) -> None:
-    """Plays the envs in turns, with a second reset halfway."""
-    for player, seed in zip(players, seeds, strict=True):
-        player.reset(seed)
+def _play(players: Sequence[Player], infos: Sequence[WorkerInfo | None], seeds: Sequence[int], rows: int) -> None:
+    """Plays the envs in turns, with a second reset halfway. infos: what each sees of itself."""
+    for player, info, seed in zip(players, infos, seeds, strict=True):
+        with worker_info_context(info):
+            player.reset(seed)
     for row in range(rows):
-        for player in players:
-            player.play_row(resets=row == rows // 2)
+        for player, info in zip(players, infos, strict=True):
+            with worker_info_context(info):
+                player.play_row(resets=row == rows // 2)
 
 
 @contextlib.contextmanager
-def built(recipe: Recipe) -> Iterator[Any]:
-    """An env of `recipe`, closed at the end of the context."""
-    with worker_info_context(WorkerInfo(recipe.env_index, 0, 1, 1, seed=0)):
+def built(recipe: Recipe, which: int = 0) -> Iterator[Any]:
+    """An env of `recipe`, closed at the end of the context. which: of those that a trial may run at once."""
+    indices = UniqueIndices()
+    own = indices.take(which + 1)[-1:]  # alone the same as beside others
+    with worker_info_context(WorkerInfo(recipe.env_index, 0, 1, 1, seed=0, unique_indices=own)):
         made = recipe.build()
-    yield made.env
-    made.env.close()
-    made.release(2.0)
+        yield made.env
+        made.env.close()
+        made.release(2.0)
+    indices.release()

@@ -17,6 +17,7 @@ from muster.pool.closing import close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.notices import say
 from muster.pool.place import Budget
+from muster.pool.unique_indices import tree
 from muster.rollout.cluster.engine import Engine, HostGone, Ticket
 from muster.rollout.cluster.member import PING_S, SLICE_S, Member, close_all, tell
 from muster.rollout.cluster.node_host import Answered, Attributes, Met, NodePlan, Shared, opened, sealed
@@ -157,7 +158,7 @@ class Crew:
         member.host = self._engine.start(member.index, len(member.collectors))
         member.version, member.state, member.is_met, member.is_said = 0, "starting", False, False
         member.launched_at, member.pinged_at = time.monotonic(), 0.0
-        self.send(member, "meet", [*self._modules], [os.path.abspath(folder) for folder in sys.path])
+        self.send(member, "meet", [*self._modules], [os.path.abspath(folder) for folder in sys.path], tree())
 
     def _look_for_room(self, member: Member, waited_s: float, warned: Warned) -> None:
         """Says it where a node host does not begin. Raises ConfigError where that is one of the first."""

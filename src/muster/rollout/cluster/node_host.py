@@ -22,6 +22,7 @@ from muster.hosts.requests import Call, KeptAttributes, Packed, SetAttr
 from muster.pool.closing import CloseLimits
 from muster.pool.notices import say_by
 from muster.pool.place import Plan
+from muster.pool.unique_indices import TREE
 from muster.rollout.cluster.engine import Parcel
 from muster.rollout.cluster.node_prints import NodePrints
 from muster.rollout.cluster.node_probe import missing_here, versions_here
@@ -230,8 +231,12 @@ class _Orders:
 
     host: NodeHost
 
-    def meet(self, modules: Sequence[str], folders: Sequence[str]) -> Met:
-        """Says what there is. folders: those of the driver's `sys.path`, of which it takes those that are here."""
+    def meet(self, modules: Sequence[str], folders: Sequence[str], tree: str) -> Met:
+        """Says what there is. folders: those of the driver's `sys.path`, of which it takes those that are here.
+
+        tree: the driver's, which this process joins: a machine may have the driver, or several node hosts.
+        """
+        os.environ[TREE] = tree
         sys.path += [one for one in folders if one not in sys.path and os.path.isdir(one)]
         return Met(self.host.host, self.host.node_id, missing_here(modules), versions_here())
 
