@@ -168,7 +168,7 @@ def test_what_a_server_has_printed_stands_in_the_report(waits, port):
     assert f"the same TCP port {port}" in finding.text
     assert f"simulator on port {port}" in finding.text
     assert "Address already in use" in finding.text
-    assert f"env_kwargs={{'port': muster.lazy(lambda: {port} + muster.get_worker_info().unique_index)}}" in finding.remedy
+    assert f"env_kwargs={{'port': muster.lazy(lambda: {port} + {INDEX})}}" in finding.remedy
 
 
 @pytest.mark.slow
