@@ -7,18 +7,21 @@ import functools
 import logging
 import math
 import pickle
+import secrets
 import threading
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import stable_baselines3.common.vec_env as sb3s
+from gymnasium.vector.async_vector_env import _async_worker
 from stable_baselines3.common.monitor import Monitor
 
 import muster
 from muster.errors import NotBuilt
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, make_vec_env
+from muster.pool.unique_indices import TREE
 
 LOCK = type(threading.Lock())
 
@@ -190,3 +193,14 @@ def test_one_that_is_not_built_can_be_kept_compared_copied_and_shown():
     assert f"{one}" == str(one) == "muster.lazy(int, '3')"
     for copied in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
         assert (copied.fn, copied.args, copied.kwargs) == (int, ("3",), {})
+
+
+def test_functions_for_other_vector_envs_know_a_number_that_no_other_env_has(monkeypatch):
+    monkeypatch.setenv(TREE, str(secrets.randbits(40)))
+    make = functools.partial(
+        Guarded, **arguments() | {"port": muster.lazy(lambda: muster.get_worker_info().unique_index)}
+    )
+    with muster.make_vec("CartPole-v1", 1, backend="serial"):
+        envs = AsyncVectorEnv([make] * 2, worker=_async_worker)  # an instance of Gymnasium's class
+        assert sorted(envs.get_attr("port")) == [1, 2]
+        envs.close()

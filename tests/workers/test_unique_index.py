@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gymnasium.vector.async_vector_env import _async_worker
 
 import muster
 import programs
 from muster.errors import EnvError, UsageError
-from muster.interop.gymnasium import AsyncVectorEnv
 from muster.pool.unique_indices import TREE, UniqueIndices
 from muster.worker_info import WorkerInfo
 from processes import kill_worker
@@ -172,18 +170,6 @@ def test_the_error_of_a_taken_port_is_right_for_who_has_the_number_in_it() -> No
     assert "Add muster.get_worker_info().unique_index to the port" in said
     assert "If the env does that, another program listens there: begin at another number, or bind port 0." in said
     assert "env_index" not in said.replace("unique_index", "")
-
-
-def number() -> int:
-    return 4 + here().unique_index
-
-
-def test_functions_for_other_vector_envs() -> None:
-    make = functools.partial(Counter, length=muster.lazy(number))
-    with muster.make_vec(Counter, 1, backend="serial"):
-        envs = AsyncVectorEnv([make] * 2, worker=_async_worker, shared_memory=False)  # an instance of Gymnasium's class
-        assert sorted(envs.get_attr("length")) == [5, 6]
-        envs.close()
 
 
 def test_two_side_by_side_in_a_trial_have_their_own() -> None:
