@@ -18,6 +18,7 @@ import secrets
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -103,7 +104,7 @@ class Connection:
     _watched_until: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
-        self._job, self._raylet = self._job_here(), _to_raylet(self.ray)
+        self._job, self._raylet = self._job_here(), _raylet_here(self.ray)
         self._watch = threading.Thread(target=self._watch_cluster, name="muster-ray-head", daemon=True)
         self._watch.start()
 
@@ -137,7 +138,7 @@ class Connection:
 
         Looked at before each call: without a raylet, Ray ends this process as it is handed a large object.
         """
-        if not self._lost and readable([self._raylet.fileno()], 0.0):
+        if not self._lost and readable([self._raylet], 0.0):
             self._lost = "this machine's Ray has ended"
         return self._lost
 
@@ -224,12 +225,13 @@ def this_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def _to_raylet(ray: Any) -> socket.socket:
-    """A connection to this machine's raylet, which becomes readable when that ends."""
-    connection = socket.socket(socket.AF_UNIX)
-    with contextlib.suppress(OSError):  # it is readable then, too
-        connection.connect(ray._private.worker._global_node.raylet_socket_name)
-    return connection
+def _raylet_here(ray: Any) -> int:
+    """A pidfd of this machine's raylet, which listens at a socket; -1 where that is not known."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as one:
+        one.connect(ray._private.worker._global_node.raylet_socket_name)
+        pid, _, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return os.pidfd_open(pid)
+    return -1
 
 
 def _connect(address: str | None, runtime_env: RuntimeEnv) -> Connection:
@@ -458,8 +460,9 @@ def _make_folder() -> str:
     above = next(one for one in (tempfile.gettempdir(), "/tmp") if len(one) <= _LONGEST_FOLDER)
     for left in Path(above).glob(f"{_FOLDER}*"):
         with contextlib.suppress(OSError):  # in use, or a link
-            os.close(_locked(left))
-            shutil.rmtree(left, ignore_errors=True)
+            if left.lstat().st_uid == os.geteuid():
+                os.close(_locked(left))
+                shutil.rmtree(left, ignore_errors=True)
     made = tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=above)  # by another name, until it is locked
     _locked(made)
     folder = made.replace(f".{_FOLDER}", _FOLDER)
