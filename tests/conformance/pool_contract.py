@@ -426,11 +426,10 @@ def wait_for_the_end(pool: Any) -> None:
 class Judge:
     """Has the others wait until the first place has reported three times: that it begins, and two parts."""
 
+    has_room = False
+
     def __init__(self, hear: Callable[[Any], object]) -> None:
         self.heard, self._hear = list[Any](), hear
-
-    def has_room(self) -> bool:
-        return False
 
     @property
     def others_begin(self) -> bool:
