@@ -45,8 +45,10 @@ class Patient(gym.Env[Any, Any]):
         Patient.steps += 1
         if self.count == 3:
             self._suffer()
-        if self.trait == "hangs in the end" and Patient.steps > 1000:
+        if self.trait == "hangs in the end" and Patient.steps > 3000:
             time.sleep(600)
+        if self.trait == "slow now and then" and Patient.steps % 200 == 0:
+            time.sleep(0.1)
         if self.trait == "slow":
             time.sleep(0.2)
         if "changes its action" in self.trait:

@@ -217,6 +217,9 @@ def test_every_early_end_is_told(trait, words):
     assert finding.text == words
     assert finding.severity == "blocks"
     assert trait == "exit" or "_suffer" in finding.remedy
+    if trait == "hang":
+        assert "most recent call first" in finding.remedy
+        assert "/muster/" not in finding.remedy
     if trait == "raise":  # the traceback begins in the env's own code
         lines = finding.remedy.splitlines()
         assert "patients.py" in lines[1]
@@ -230,6 +233,14 @@ def test_every_early_end_is_told(trait, words):
 )
 def test_what_does_not_repeat_itself_is_found(trait, words):
     assert [one for one in behave(trait) if (one.topic, one.severity) == ("seeds", "warns") and words in one.text]
+
+
+def test_steps_that_take_long_now_and_then_are_found():
+    outcome = try_out(trials.behaviour, "slow now and then")
+    assert [one.severity for one in about_behaviour(outcome) if one.topic == "steps"] == ["warns"]
+    assert outcome.results["step_median_s"] < outcome.results["step_mean_s"] < 0.1 < outcome.results["step_longest_s"]
+    rows = dict(Measurements(step_median_s=5e-4, step_mean_s=2e-3, step_p99_s=6e-4, step_longest_s=0.3).rows())
+    assert rows["step"] == "500 us, mean 2 ms, p99 600 us, longest 300 ms"
 
 
 def test_traits_are_found():
@@ -399,7 +410,7 @@ def test_no_more_envs_are_recommended_than_memory_has_room_for():
     verdict = Verdict("make_env", {}, None, travels=True, tried={"forkserver": None}, packs=True)
     left_bytes, _ = memory_left()
     measured = Measurements(obs_bytes=8, env_bytes=left_bytes // 9, worker_bytes=1000)
-    assert all(3 <= one.advice.num_envs <= 4 for one in candidates(verdict, replace(measured, step_median_s=1e-6)))
+    assert all(3 <= one.advice.num_envs <= 4 for one in candidates(verdict, replace(measured, step_mean_s=1e-6)))
 
 
 def test_envs_that_the_caller_steps_are_its_own(monkeypatch):

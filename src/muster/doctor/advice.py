@@ -73,7 +73,7 @@ def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
     context = next((name for name, problem in verdict.tried.items() if problem is None), None)
     if context is None and verdict.travels:
         return []
-    per_worker = _envs_per_worker(measured.step_median_s) if verdict.packs else 1
+    per_worker = _envs_per_worker(measured.step_mean_s) if verdict.packs else 1
     count = verdict.num_envs or min(cores * per_worker, _most_envs(cores, measured))
     workers = min(cores, count) if verdict.packs else count
     ways: list[_Way] = []

@@ -32,15 +32,19 @@ class Finding:
 class Measurements:
     """Figures of one env in a process of its own, in seconds and bytes; None where nothing could be measured.
 
-    step_p99_s, reset_p99_s: the 99th percentiles.
+    step_p99_s, reset_p99_s: the 99th percentiles.  step_longest_s, reset_longest_s: the longest one.
     episode_rows: mean steps of an episode of the first line that was run, None if none ended.
     """
 
     build_s: float | None = None
     step_median_s: float | None = None
+    step_mean_s: float | None = None
     step_p99_s: float | None = None
+    step_longest_s: float | None = None
     reset_median_s: float | None = None
+    reset_mean_s: float | None = None
     reset_p99_s: float | None = None
+    reset_longest_s: float | None = None
     episode_rows: float | None = None
     obs_bytes: int | None = None
     env_bytes: int | None = None
@@ -51,8 +55,8 @@ class Measurements:
         """The figures in words, as (name, value); those that are None are left out."""
         rows = [
             ("build", seconds(self.build_s)),
-            ("step", seconds(self.step_median_s)),
-            ("reset", seconds(self.reset_median_s)),
+            ("step", _spread(self.step_median_s, self.step_mean_s, self.step_p99_s, self.step_longest_s)),
+            ("reset", _spread(self.reset_median_s, self.reset_mean_s, self.reset_p99_s, self.reset_longest_s)),
             ("episode", "" if self.episode_rows is None else f"{self.episode_rows:,.0f} steps by random actions"),
             ("observation", size(self.obs_bytes)),
             ("memory of an env", size(self.env_bytes)),
@@ -246,6 +250,11 @@ def amount(value: float, unit: str) -> str:
 def seconds(value: float | None) -> str:
     """A duration as ``41 us``, ``1.2 ms``, ``3.4 s``; "" for None."""
     return _in_units(value, {"us": 1e-6, "ms": 1e-3, "s": 1.0})
+
+
+def _spread(median: float | None, mean: float | None, p99: float | None, longest: float | None) -> str:
+    named = {"mean": mean, "p99": p99, "longest": longest}
+    return ", ".join([seconds(median), *(f"{name} {seconds(value)}" for name, value in named.items() if value)])
 
 
 def size(value: int | None) -> str:

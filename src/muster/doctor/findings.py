@@ -12,7 +12,8 @@ from muster.vector.side_by_side import SideBySide
 # An env that ends its trial early in one of these stages cannot be stepped; one that gets past them can.
 FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
 _MANY_THREADS = 2
-_LONG_STEP_S = 100e-6
+_LONG_STEP_S = _MUCH_LONGER_S = 100e-6
+_UNEVEN = 1.5
 _MUCH = 10_000
 _SHOWN = 4
 
@@ -48,6 +49,13 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
         found.append(Finding("warns", "actions", "its step changes the action array it is given"))
     if results.get("costly_infos"):
         found.append(_about_infos(results["costly_infos"]))
+    median_s, mean_s = results.get("step_median_s", 0.0), results.get("step_mean_s", 0.0)
+    if mean_s > max(_UNEVEN * median_s, median_s + _MUCH_LONGER_S):
+        text = (
+            f"some steps take far longer than most: the median is {seconds(median_s)}, the mean {seconds(mean_s)}, the "
+            f"longest {seconds(results['step_longest_s'])}. In a vector env all wait for the slowest of a step"
+        )
+        found.append(Finding("warns", "steps", f"{text}; look for what such a step does besides, such as a rebuild"))
     if results.get("threads_started", 0) >= _MANY_THREADS:
         text = f"it starts {results['threads_started']} threads; with a worker per core they take each other's time"
         found.append(Finding("warns", "threads", text))

@@ -31,6 +31,7 @@ from muster.vector.side_by_side import built
 
 _ROWS = 60
 _ROWS_AT_ONCE = 20
+_ROWS_FOR_TAILS, _TAILS_S = 1000, 3.0  # after the others: what takes long once in some hundred steps is seen
 _ENOUGH_S = 5.0
 _BIG_INFO_BYTES = 10_000
 # The stage of the trial `stepping_many` in which its envs are stepped.
@@ -94,9 +95,13 @@ def behaviour(recipe: Recipe, reporter: Reporter, watch: Callable[[], None] = la
         reporter.result("costly_infos", _costly(player.infos))
         reporter.result("digest_again", player.play(0, rows))
         reporter.result("digest_other", player.play(1, rows))
-        for kind, durations_s in (("step", player.steps_s), ("reset", player.resets_s)):
+        player.play(2, _ROWS_FOR_TAILS, enough_s=_TAILS_S)
+        # The first step of all may compile, or load, what the others only use.
+        for kind, durations_s in (("step", player.steps_s[1:]), ("reset", player.resets_s)):
             reporter.result(f"{kind}_median_s", statistics.median(durations_s))
+            reporter.result(f"{kind}_mean_s", statistics.fmean(durations_s))
             reporter.result(f"{kind}_p99_s", float(np.percentile(durations_s, 99)))
+            reporter.result(f"{kind}_longest_s", max(durations_s))
         reporter.result("obs_bytes", player.obs_bytes())
         reporter.result("held", [sorted(_held_with(arguments) - held_before)])
         reporter.stage("checking it by its API's own checker")

@@ -26,6 +26,7 @@ from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
 from muster.pool.set_up import NO_INIT, ChosenInit, Processes
 from muster.pool.verbs import Answered, Hooks
+from muster.pool.watch import env_lines
 from muster.pool.worker import Here, Resident
 from muster.pool.worker_process import print_at_once
 from muster.recipes.recipe import Recipe, pack, unpack
@@ -243,7 +244,9 @@ class Trials:
             else:
                 outcome.how, outcome.detail = raised
         except WorkerTimeout as error:
-            outcome.hung, outcome.how, outcome.detail = True, f"hung for {self.stage_timeout_s:g} s", error.stack or ""
+            outcome.hung, outcome.how = True, f"hung for {self.stage_timeout_s:g} s"
+            own = env_lines((error.stack or "").splitlines())
+            outcome.detail = "\n".join(["It is here, most recent call first:", *own] if own else [])
         except WorkerDied as error:
             outcome.how, outcome.detail = _how_ended(error.exit_code), error.last_words
         except TrialFailed as error:
