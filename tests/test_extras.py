@@ -249,3 +249,19 @@ def test_doctor_bench_and_help_import_nothing_that_trains(arguments: str, tmp_pa
     done = programs.run(*command, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert "was imported" not in done.stdout + done.stderr
     assert done.returncode == (1 if "NoSuchEnv" in arguments else 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "imports", "found"),
+    [
+        ({}, "", "1000 None"),
+        ({"GOMP_SPINCOUNT": "7"}, "", "7 None"),
+        ({"OMP_WAIT_POLICY": "active"}, "", "None active"),
+        ({}, "import torch; ", "None None"),
+    ],
+)
+def test_threads_of_torch_sleep_soon_where_it_is_not_imported_yet(said: dict[str, str], imports: str, found: str):
+    names = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+    environ = {name: value for name, value in os.environ.items() if name not in names} | said
+    code = f"{imports}import muster, os; muster.train; print(*map(os.environ.get, {names}))"
+    assert programs.run("-c", code, env=environ).stdout == f"{found}\n"

@@ -82,6 +82,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("importlib.metadata").version("muster-rl")
     if name not in _LATER:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")
+    if name == "train":
+        importlib.import_module("muster.extras").bound_spinning()
     return getattr(importlib.import_module(f"muster.{_LATER[name]}"), name)
 
 

@@ -17,7 +17,7 @@ from muster.command_line.command_options import BenchOptions, DoctorOptions, Eva
 from muster.command_line.mistakes import REPORTED, SIGNALLED, prepare_streams, report, say_error
 from muster.command_line.parser import HELP, HelpShown, Parser, near, paragraphs
 from muster.errors import ConfigError, UsageError, printable_lines
-from muster.extras import imports_for, require
+from muster.extras import bound_spinning, imports_for, require
 from muster.pool.worker_process import ignore_user_signals
 from muster.recipes.named import find_here
 from muster.training.stopping import StopSignals
@@ -35,6 +35,7 @@ own."""
 def main() -> None:
     """Entry point of the installed ``muster`` script."""
     prepare_streams()
+    bound_spinning()
     ignore_user_signals()  # also in processes that it starts; a run then notes them
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(logging.Formatter("%(name)s: %(message)s"))

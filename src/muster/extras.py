@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import NamedTuple
+
+# OpenMP spins 300,000 times for the next loop, milliseconds in which nobody else has the core; this is microseconds.
+_SPINS = {"GOMP_SPINCOUNT": "1000"}
+_SPINS_OF_USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 class Package(NamedTuple):
@@ -37,6 +42,15 @@ PACKAGES = {
     "wandb": Package("wandb", "wandb", "0.31"),
     "yaml": Package("PyYAML", "pyyaml", "6.0"),
 }
+
+
+def bound_spinning() -> None:
+    """Has OpenMP's threads, by which torch computes, sleep soon when they wait: envs' workers need their cores.
+
+    OpenMP asks the environment as torch is imported. What users have said there stays.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in _SPINS_OF_USERS):
+        os.environ |= _SPINS
 
 
 def missing(needing: str, what: str, command: str) -> str:

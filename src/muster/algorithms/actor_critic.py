@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from muster.algorithms.encoder import Choices, Encoder, as_observation, gru_cell, mlp
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.errors import TrainingDiverged, UsageError
+from muster.pool.resources import usable_cores
 from muster.spaces.masks import usable
 
 # The keys in collectors, and in batches, of a policy's memory and of what it drew; no observation has such a key.
@@ -360,11 +362,17 @@ def as_seen(obs: Any, observations: ObservationNormalizer | None = None) -> Any:
     return obs if observations is None else observations(obs)
 
 
+@cache
+def threads_for(count: int) -> int:
+    """The threads that torch computes with where `count` are asked for: no more than this process has cores."""
+    return min(count, usable_cores())
+
+
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Has torch compute with this number of threads in the ``with`` block."""
+    """Has torch compute with this number of threads in the ``with`` block, or with one for each usable core."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(threads_for(count))
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from muster.algorithms import MAPPO, PPO, MAPPOMetrics, PPOMetrics
+from muster.algorithms.actor_critic import threads_for
 from muster.algorithms.on_policy import OnPolicy
 from muster.algorithms.ppo_config import MAPPOConfig
 from muster.envs.groups import slots_of
@@ -141,10 +142,12 @@ def _print_header(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console, *, r
     count = plan.collectors["num_collectors"] if plan.collectors else len(ppo.envs.stats()["workers"])
     begun = f", from step {ppo.steps:,}" if resume else ""
     where = f" on {ppo.device}" if ppo.device.type != "cpu" or torch.cuda.is_available() else ""
+    threads = threads_for(plan.config.torch_threads)
     preset = f"preset {plan.preset}" + (f", but {plan.differences()}" if plan.differences() else "")
     console.print(
         f"[bold]{escape(plan.name)}[/]  [dim]{plan.algorithm}{where}, {plan.config.total_steps:,} steps{begun}, "
         f"seed {plan.config.seed}, {plan.config.num_envs} envs on {count} {noun}{'s' * (count > 1)}, "
+        f"{threads} thread{'s' * (threads > 1)} of torch, "
         f"{escape(preset)}[/]",
         soft_wrap=True,
     )
