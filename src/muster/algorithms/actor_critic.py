@@ -188,9 +188,13 @@ class Categoricals(nn.Module):
             entropy = entropy - (log_probs.exp() * log_probs).sum(-1)
         return log_prob, entropy
 
-    def to_env(self, actions: Tensor) -> np.ndarray[Any, Any]:
+    def to_elements(self, actions: Tensor) -> Tensor:
         """Actions [..., K] as the env wants them, [..., *shape]."""
         return self.choices.to_elements(actions)
+
+    def to_env(self, actions: Tensor) -> np.ndarray[Any, Any]:
+        """As `to_elements`, for NumPy."""
+        return self.to_elements(actions).cpu().numpy()
 
 
 class Gaussian(nn.Module):
@@ -208,15 +212,17 @@ class Gaussian(nn.Module):
             )
         if not math.prod(space.shape):
             raise UsageError(f"PPO takes actions of at least one number, but this env has {space}.")
-        self.shape, self.dtype = space.shape, space.dtype
-        self.low, self.high = space.low.reshape(-1), space.high.reshape(-1)
+        self.shape = space.shape
+        low, high = space.low.reshape(-1), space.high.reshape(-1)
         with np.errstate(over="ignore", invalid="ignore"):
-            half = (self.high - self.low) / 2
+            half = (high - low) / 2
             bounded = np.isfinite(half)
-            self.center = np.where(bounded, self.low + half, 0).astype(self.dtype)
-        self.scale = np.where(bounded, half, 1).astype(self.dtype)
+            center = np.where(bounded, low + half, 0).astype(space.dtype)
+        scale = np.where(bounded, half, 1).astype(space.dtype)
         largest = np.finfo(space.dtype).max  # type: ignore[type-var]  # beyond it an action of a small dtype would be inf
-        self.low, self.high = np.maximum(self.low, -largest), np.minimum(self.high, largest)
+        bounds = (center, scale, np.maximum(low, -largest), np.minimum(high, largest))
+        # No buffers, which a device without the space's dtype would refuse.
+        self.center, self.scale, self.low, self.high = map(torch.from_numpy, bounds)
         self.num_params = math.prod(space.shape)
         self.log_std = nn.Parameter(torch.full((self.num_params,), float(log_std_init)))
 
@@ -235,12 +241,15 @@ class Gaussian(nn.Module):
         log_prob = -0.5 * normed.square().sum(-1) - log_norm
         return log_prob, (log_norm + 0.5 * self.num_params).expand(params.shape[:-1])
 
-    def to_env(self, actions: Tensor) -> np.ndarray[Any, Any]:
+    def to_elements(self, actions: Tensor) -> Tensor:
         """Actions [..., K] as the env wants them, [..., *shape], within its bounds."""
-        with np.errstate(over="ignore"):
-            scaled = self.center + self.scale * actions.cpu().numpy().astype(self.dtype)
-        clipped: np.ndarray[Any, Any] = np.clip(scaled, self.low, self.high)
-        return clipped.reshape(*actions.shape[:-1], *self.shape)
+        center, scale, low, high = (x.to(actions.device) for x in (self.center, self.scale, self.low, self.high))
+        scaled = center + scale * actions.to(center.dtype)
+        return scaled.clamp(low, high).reshape(*actions.shape[:-1], *self.shape)
+
+    def to_env(self, actions: Tensor) -> np.ndarray[Any, Any]:
+        """As `to_elements`, for NumPy."""
+        return self.to_elements(actions.cpu()).numpy()
 
 
 class Explorer(nn.Module):

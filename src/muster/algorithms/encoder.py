@@ -203,9 +203,9 @@ class Encoder(nn.Module):
         if isinstance(obs, TensorDictBase):
             return torch.cat([leaf(obs[key]) for key, leaf in zip(self.keys, self.leaves, strict=True)], -1)
         if self.kind == "numbers":
-            return obs.reshape(len(obs), -1).float()
+            return obs.reshape(obs.shape[0], -1).float()
         if self.kind == "bytes":
-            numbers = obs.reshape(len(obs), -1).float()
+            numbers = obs.reshape(obs.shape[0], -1).float()
             return numbers if obs.is_floating_point() else numbers / 255  # normalised ones are floats
         if self.kind == "choices":
             columns = zip(self.choices.to_columns(obs).unbind(-1), self.choices.nvec, strict=True)
@@ -213,7 +213,7 @@ class Encoder(nn.Module):
             one_hots = [nn.functional.one_hot(column.clamp(0, n - 1), n) for column, n in columns]
             return torch.cat(one_hots, -1).float()
         if self.kind == "codes":
-            codes = obs.reshape(len(obs), -1).long().clamp(0, self.num_codes - 1)
+            codes = obs.reshape(obs.shape[0], -1).long().clamp(0, self.num_codes - 1)
             return nn.functional.one_hot(codes, self.num_codes).flatten(1).float()
         if self.kind == "grid":
             rows = obs.long() + self.first_rows
@@ -245,15 +245,15 @@ class Choices(nn.Module):
         self.nvec = [int(n) for n in nvec]
         self.register_buffer("starts", torch.from_numpy(starts.astype(np.int64)), persistent=False)
         self.shape = space.shape or ()
-        self.dtype = space.dtype
+        self.dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
 
     def to_columns(self, elements: Tensor) -> Tensor:
         """The space's elements [B, *shape] as choices [B, K] int64."""
         return elements.reshape(-1, len(self.nvec)).long() - self.starts
 
-    def to_elements(self, columns: Tensor) -> np.ndarray[Any, Any]:
+    def to_elements(self, columns: Tensor) -> Tensor:
         """Choices [..., K] as the space's elements [..., *shape]."""
-        return (columns + self.starts).cpu().numpy().astype(self.dtype).reshape(*columns.shape[:-1], *self.shape)
+        return (columns + self.starts).to(self.dtype).reshape(*columns.shape[:-1], *self.shape)
 
 
 def _cnn(channels: int, height: int, width: int, rng: torch.Generator | None, sprite: int | None) -> nn.Sequential:

@@ -73,12 +73,12 @@ def networks_in(state: Mapping[str, Any], facts: EnvFacts, plan: TrainingPlan) -
         policies = policies_of(facts, config, np.random.SeedSequence(0), own)
         normalizers = normalizers_of(facts, config)
         for name, policy in policies.items():
-            policy.load_state_dict(state["teams"][name]["policy"])
+            policy.eval().load_state_dict(state["teams"][name]["policy"])
         for name, normalizer in normalizers.items():
             normalizer.load(state["normalizers"][name])
         return Networks.of(teams_of(facts, config), policies, normalizers)
     network = policy_of(config, facts.observation_space, facts.action_space, torch.Generator(), own)
-    network.load_state_dict(state["policy"])
+    network.eval().load_state_dict(state["policy"])
     if not config.normalize_observations:
         return Network(network, None)
     statistics = ObservationNormalizer(facts.observation_space)

@@ -22,6 +22,7 @@ from muster.training.run_folder import reading
 with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
     import torch
 
+    from muster.algorithms.action_network import ActionNetwork, action_networks
     from muster.algorithms.actor_critic import as_allowed
     from muster.algorithms.encoder import as_observation
     from muster.rollout.episodes import Episodes
@@ -101,6 +102,15 @@ class RunPolicy:
     def initial_state(self) -> dict[Any, torch.Tensor] | None:
         """What the memory of one env begins with, which collectors take from here; None for a policy without memory."""
         return self._networks.initial_state
+
+    @property
+    def network(self) -> ActionNetwork | dict[str, ActionNetwork]:
+        """The policy as a `torch.nn.Module` to deploy: observations in, the likeliest actions out; by group of agents.
+
+        Observations are normalised inside. `torch.jit.trace`, `torch.export.export` and `torch.onnx.export` take it. It
+        has the policy's own weights. Raises UsageError for a head that makes actions by a function of its own.
+        """
+        return action_networks(self._networks)
 
     def __call__(self, obs: Any, state: Any = None, *, masks: Any = None, alive: Any = None) -> Any:
         """Actions for observations [B, *obs_shape], or the action for a single one [*obs_shape].
