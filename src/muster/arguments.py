@@ -172,6 +172,8 @@ def _as_kind(kind: Any, value: Any) -> Any:
         return tuple(_as_kind(typing.get_args(kind)[0], one) for one in value)
     if kind is bool and isinstance(value, np.bool_):
         return bool(value)
+    if kind is str and isinstance(value, Path):
+        return str(value)
     if kind is int:
         value = int(value) if isinstance(value, float) and value.is_integer() else value  # 1e6 is fine
         return value if (number := as_whole(value)) is None else number

@@ -18,7 +18,7 @@ from torch import nn
 import muster as package
 from command import muster
 from muster.algorithms import ActorCritic, PPOConfig, head_of, masked
-from muster.errors import ConfigError, UsageError
+from muster.errors import ConfigError, RecipeError, UsageError
 from muster.training.run import Run
 
 SMALL: dict[str, Any] = {
@@ -228,6 +228,27 @@ def test_a_network_that_is_handed_over_again_goes_on(tmp_path: Path):
     assert first == [48]
     torch.testing.assert_close(fresh.actor.weight.detach(), reached)
     assert again.policy.steps == 48
+
+
+def test_a_policy_that_has_moved_is_handed_over_by_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_net.py").write_text("from muster.algorithms import ActorCritic as Network\n")
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    result = muster("train", "CartPole-v1", *words, "--run-dir=run", "--policy=own_net.py:Network")
+    assert result.exit_code == 0, result.output
+    (tmp_path / "own_net.py").rename(tmp_path / "moved_net.py")
+    said = r"there is no file .*own_net\.py\. .* muster\.load_policy\(run, policy=\.\.\.\)"
+    with pytest.raises(RecipeError, match=said):
+        package.load_policy("run", trust=True)
+    with pytest.raises(RecipeError, match=said):
+        package.train(resume="run", total_steps=64, trust=True)
+    with pytest.raises(ConfigError, match="or hand the policy over by policy="):
+        package.load_policy("run")
+    assert package.load_policy("run", policy=ActorCritic)(np.zeros(4, np.float32)) in (0, 1)
+    assert package.train(resume="run", policy=ActorCritic, total_steps=64).metrics["steps"][-1] == 64
+    result = muster("train", "--resume=run", "--policy=moved_net.py:Network", "--total-steps=96")
+    assert result.exit_code == 2  # that one is where its name leads
+    assert package.load_policy("run", trust=True).steps == 64
 
 
 def test_several_seeds_are_several_runs(tmp_path: Path):

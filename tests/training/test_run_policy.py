@@ -131,6 +131,14 @@ def test_it_acts_as_the_trained_ppo_does_and_makes_no_env(cart_pole: Path, monke
     assert repr(policy) == f"<policy of {str(cart_pole)!r}: CartPole-v1, PPO after 128 steps>"
 
 
+def test_its_network_acts_as_it_does_alone(cart_pole: Path):
+    policy = muster.load_policy(cart_pole)
+    obs = np.random.default_rng(0).normal(0, 2, (200, 4)).astype(np.float32)
+    any_count = ({0: torch.export.Dim.DYNAMIC},)
+    exported = torch.export.export(policy.network, (torch.zeros(2, 4),), dynamic_shapes=any_count).module()
+    np.testing.assert_array_equal(exported(torch.from_numpy(obs)), policy(obs))
+
+
 @pytest.mark.parametrize("context", ["auto", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_collectors_act_by_it(cart_pole: Path, context: str):
     policy = muster.load_policy(cart_pole)

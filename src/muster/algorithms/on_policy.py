@@ -17,8 +17,10 @@ from muster.algorithms.ppo_config import PPOConfig
 from muster.algorithms.ppo_envs import EnvFacts, collector_over
 from muster.algorithms.ppo_parts import EpisodeWindow, MAPPOMetrics, PPOMetrics, Rates, Schedule
 from muster.algorithms.teams import Networks
-from muster.errors import ClosedError
+from muster.errors import ClosedError, UsageError
 
+OF_LEARNING = ("optimizer", "minibatch_rng")  # in a state
+MOMENTS = {"mean", "var", "count"}  # of `RunningMoments.to_dict`, which fit together or not at all
 M = TypeVar("M", PPOMetrics, MAPPOMetrics)
 
 
@@ -153,6 +155,19 @@ class OnPolicy(ABC, Generic[M]):
         self._complete = self._state(), None
         self._under_way = False
 
+    def adopt(self, state: Mapping[str, Any]) -> list[str]:
+        """Takes weights and statistics from another run's `state`, where names and shapes are equal.
+
+        Optimizer, counters and generators stay new. Returns the names of the tensors that begin anew. Raises UsageError
+        where all do.
+        """
+        anew, taken = list[str](), list[str]()
+        self._load_learnt(_adopted(self._learnt(), state, (), anew, taken))
+        if not taken:
+            raise UsageError("none of its tensors has the name and the shape of one here")
+        self._complete = self._state(), None
+        return anew
+
     def _go_back(self) -> None:
         """Goes back to the state after the last complete iteration."""
         with contextlib.suppress(ClosedError):  # what has closed the collectors is told, and not that it did
@@ -174,6 +189,22 @@ class OnPolicy(ABC, Generic[M]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _adopted(own: Any, other: Any, name: tuple[str, ...], anew: list[str], taken: list[str]) -> Any:
+    """The state ``own`` with what ``other`` has by the same names; tensors are listed by whether it has them."""
+    if isinstance(own, list):
+        return [*_adopted(dict(enumerate(own)), dict(enumerate(other or ())), name, anew, taken).values()]
+    if isinstance(own, Mapping) and own.keys() != MOMENTS:
+        others = other if isinstance(other, Mapping) else {}
+        return {
+            key: one if key in OF_LEARNING else _adopted(one, others.get(key), (*name, str(key)), anew, taken)
+            for key, one in own.items()
+        }
+    mean, others = (one["mean"] if isinstance(one, Mapping) else one for one in (own, other))
+    fits = isinstance(others, torch.Tensor) and mean.shape == others.shape
+    (taken if fits else anew).append(".".join(name))
+    return other if fits else own
 
 
 def generator_of(sequence: np.random.SeedSequence) -> torch.Generator:

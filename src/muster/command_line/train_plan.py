@@ -16,7 +16,7 @@ from muster.command_line.command_options import TrainOptions
 from muster.command_line.parser import HELP, Parser, near
 from muster.errors import ConfigError
 from muster.extras import imports_for, require
-from muster.recipes.named import absolute_name, find_here
+from muster.recipes.named import absolute_name, find_here, leads_nowhere
 from muster.training import runs
 from muster.training.console import run_console
 from muster.training.plan import (
@@ -159,9 +159,11 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
     plan = replace(plan_of(run), objects=objects, given=set(values))
     config = dataclasses.asdict(plan.config)
     before = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **config}
-    before["num_collectors"] = plan.collectors.get("num_collectors")
+    before |= {"num_collectors": plan.collectors.get("num_collectors"), "init_from": plan.run.init_from}
+    # What a name led to may lie elsewhere by now.
+    moved = [name for name in ("env", "policy") if leads_nowhere(before[name])]
     for name in before:
-        if name not in CHANGES and values.get(name, before[name]) != before[name]:
+        if name not in (*CHANGES, *moved) and values.get(name, before[name]) != before[name]:
             raise ConfigError(name, f"{before[name]!r}, which the run in {run} has settled", values[name])
     if options.seeds is not None:
         raise ConfigError("seeds", "left out with resume, which goes on with a single run", options.seeds)
@@ -176,7 +178,9 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
         require(needing, "muster-rl[ray]", "ray")
     besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
     changed = options_of(type(plan.config), {**config, **values})
-    plan = replace(plan, config=changed, options=made, run=besides, collectors=collectors)
+    plan = replace(
+        plan, env=values.get("env", plan.env), config=changed, options=made, run=besides, collectors=collectors
+    )
     rate = values.get("learning_rate")  # without one that is asked for, the rate that the run had reached
     return TrainingOrder(plan, run, True, options.resume_or_begin, rate, options.trust)
 

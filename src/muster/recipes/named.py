@@ -153,6 +153,15 @@ def absolute_name(text: str) -> str:
     return str(parse_name(text)) if split_name(text)[0].endswith(".py") else text
 
 
+def leads_nowhere(text: str) -> bool:
+    """Whether there is no such file or module as the name has. Imports nothing."""
+    try:
+        parse_name(text)
+    except (RecipeError, ModuleNotFoundError):
+        return True
+    return False
+
+
 def name_of(thing: Any) -> str:
     """The name by which `env_named` finds a class or a function, ``module:name`` or ``file.py:name``.
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from muster.algorithms.ppo_config import POLICIES, MAPPOConfig, PPOConfig
 from muster.arguments import check_options, fields_of, option, option_of
-from muster.errors import ConfigError, RunConfigError, UsageError, printable
+from muster.errors import ConfigError, RecipeError, RunConfigError, UsageError, printable
 from muster.extras import installed_version
 from muster.recipes.known_envs import installed_alone, not_installed
 from muster.recipes.named import callable_named, env_named, split_name
@@ -44,6 +44,9 @@ class RunOptions:
         None, "env steps between two copies of the checkpoint; None: no copies", least=1
     )
     keep: int | None = option(None, "how many of these copies stay, the newest; None: all", least=1)
+    init_from: str | None = option(
+        None, "another run's folder: begin with its weights and statistics where they fit; None: begin anew"
+    )
     device: str = option(
         "auto", "what computes: cpu, cuda, cuda:1 or mps; auto: the GPU for images and large networks, else the CPU"
     )
@@ -178,7 +181,10 @@ class TrainingPlan:
         return {"env": self.env, **around, **own}
 
     def _found(self, place: str, find: Callable[[str], Any]) -> Any:
-        """What was handed over in a place, or else what ``find`` finds. Raises UsageError where no name leads to it."""
+        """What was handed over in a place, or else what ``find`` finds.
+
+        Raises UsageError where no name leads to it, RecipeError for a policy that is not where its name leads.
+        """
         if place in self.objects:
             return self.objects[place]
         if "<" in (name := self.names[place]):  # as `name_of` has it
@@ -186,7 +192,15 @@ class TrainingPlan:
                 f"no name leads to {name}, which this run was begun with. Hand it over again: muster.train(env, "
                 "resume=..., policy=...), or muster.load_policy(run, policy=...)"
             )
-        return find(name)
+        try:
+            return find(name)
+        except (RecipeError, ModuleNotFoundError) as error:
+            if place != "policy":
+                raise
+            raise RecipeError(
+                f"{str(error).rstrip('.')}. If the run's policy has moved, hand it over: "
+                "muster.load_policy(run, policy=...), or muster.train(resume=run, policy=...)"
+            ) from error
 
     @property
     def made_from(self) -> Any:
@@ -224,7 +238,8 @@ class TrainingPlan:
         names = [one.name for one in dataclasses.fields(kind) if one.name not in left_out]
         values = {name: getattr(self.config, name) for name in names}
         changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
-        around = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(self.wrappers)}
+        around: dict[str, Any] = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(self.wrappers)}
+        around["init_from"] = self.run.init_from
         differing = {name: value for name, value in around.items() if value} | changed
         return " ".join(f"{name}={_in_words(value)}" for name, value in differing.items())
 
@@ -283,11 +298,12 @@ class TrainingPlan:
         texts = (", ".join(one) if isinstance(one, (list, tuple)) else str(one) for one in refused.values())
         is_code = {"env", "wrappers", "policy"}.issuperset(refused)
         what, does = ("code", "run that code") if is_code else ("what lies outside of it", "reach out of the folder")
+        handed = ", or hand the policy over by policy=," if "policy" in refused else ""
         again = ", ".join(f"{name} by {option_of(options[name])}" for name in refused)
         raise ConfigError(
             f"{run} names {what}: {', '.join(printable(text)[:200] for text in texts)}. To use it is to {does}. With "
-            f"--resume, name it anew: {again}. If you trust whoever made the folder, say trust=True in Python, "
-            "or --trust on a command line"
+            f"--resume, name it anew: {again}. If you trust whoever made the folder, say trust=True in Python"
+            f"{handed or ','} or --trust on a command line"
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,18 @@ from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
 from muster.algorithms.ppo_envs import EnvFacts
 from muster.algorithms.teams import Networks
-from muster.errors import RunConfigError, UsageError
+from muster.errors import ConfigError, RunConfigError, UsageError
 from muster.nn.shared_copies import shared_copy
 from muster.spaces.plain import from_plain, to_plain
-from muster.training.plan import TrainingPlan
-from muster.training.run_folder import read_config, require_room
+from muster.training.checkpoints import read_checkpoint
+from muster.training.plan import TrainingPlan, plan_of
+from muster.training.run_folder import CHECKPOINT, read_config, reading, require_room
+
+SPACES = ("observations", "actions")  # among what `plain_of` has
 
 
-def plain_of(algorithm: OnPolicy[Any]) -> dict[str, Any]:
-    """What the algorithm knows of its envs, for `facts_in`."""
-    facts = algorithm.facts
+def plain_of(facts: EnvFacts) -> dict[str, Any]:
+    """What an algorithm knows of its envs, for `facts_in`."""
     if not facts.groups:
         return {"observations": to_plain(facts.observation_space), "actions": to_plain(facts.action_space)}
     return {
@@ -84,6 +87,43 @@ def networks_in(state: Mapping[str, Any], facts: EnvFacts, plan: TrainingPlan) -
     statistics = ObservationNormalizer(facts.observation_space)
     statistics.load(state["normalizers"]["observations"])
     return Network(network, statistics)
+
+
+def start_of(run: Path) -> tuple[Path, EnvFacts, dict[str, Any]]:
+    """The run, the facts of its envs, and its newest state, for `adopt`. Raises ConfigError."""
+    with _naming_init_from():
+        return run, facts_in(run, plan_of(run).config), read_checkpoint(run)
+
+
+def adopt(algorithm: OnPolicy[Any], run: Path, facts: EnvFacts, state: Mapping[str, Any]) -> list[str]:
+    """Has the algorithm begin as `OnPolicy.adopt` says, with the state of ``run``, and returns what that does.
+
+    Raises ConfigError where nothing fits, and for other spaces; only the bounds of Boxes and the agents may be others.
+    """
+    own, other = (_layout({name: plain_of(of)[name] for name in SPACES}) for of in (algorithm.facts, facts))
+    if own != other:
+        here, there = (
+            " ".join(f"{of.observation_space} and {of.action_space}".split()) for of in (algorithm.facts, facts)
+        )
+        raise ConfigError("init_from", f"a run of the spaces {here}", f"{run}, of {there}")
+    with _naming_init_from(), reading(run / CHECKPOINT):
+        return algorithm.adopt(state)
+
+
+@contextmanager
+def _naming_init_from() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise ConfigError(f"init_from: {error}") from None
+
+
+def _layout(plain: Any) -> Any:
+    """The descriptions of spaces without the bounds of their Boxes."""
+    if not isinstance(plain, Mapping):
+        return plain
+    left_out = ("low", "high") if plain.get("kind") == "Box" else ()
+    return {name: _layout(part) for name, part in plain.items() if name not in left_out}
 
 
 def _facts_of_agents(path: Path, config: MAPPOConfig, kept: Mapping[str, Any]) -> EnvFacts:

@@ -45,7 +45,7 @@ from muster.training.run_folder import (
     reading,
     states_in,
 )
-from muster.training.run_networks import plain_of, require_sizes
+from muster.training.run_networks import adopt, plain_of, require_sizes, start_of
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 
@@ -111,13 +111,21 @@ def train(
         return Ended([run_dir], None)
     if resume and run_dir is not None:
         require_sizes(run_dir, plan.config)
+    origin = None if resume else plan.run.init_from
+    start = None if origin is None else start_of(Path(origin))
     with start_algorithm(plan, console) as ppo:
+        anew = None if start is None else adopt(ppo, *start)
         path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
         with evaluations_of(ppo, plan, console) as evaluations, RunFolder(path, resume=resume) as folder:
             before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
-            config = {**plan.to_dict(), "spaces": plain_of(ppo)}  # so that `load_policy` needs no env
+            if anew is not None:  # before the config: who resumes does not read the other run
+                Checkpoints(folder, steps=0).save(ppo, now=True)
+            config = {**plan.to_dict(), "spaces": plain_of(ppo.facts)}  # so that `load_policy` needs no env
             folder.write_config(config)
             _print_header(ppo, plan, console, resume=resume)
+            if anew is not None:
+                named = f"; these begin anew: {', '.join(anew)}" if anew else ""
+                console.print(escape(f"It begins with the weights and statistics of {origin}{named}"), soft_wrap=True)
             with Loggers(path, plan.run.log, console, config=config) as loggers:
                 return Ended([path], _train(ppo, plan, folder, console, evaluations, before_s, loggers, callback))
 

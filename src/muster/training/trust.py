@@ -13,7 +13,8 @@ from muster.recipes.named import split_name
 
 IN_FOLDER = ("csv", "tensorboard")  # the loggers that write into the run's folder alone
 
-# Numbers, flags, and words of Muster's own, whatever their values. A field that is neither here nor judged below needs
+# Numbers, flags, words of Muster's own, and the folder that a run was begun from, which resuming it does not read,
+# whatever their values. A field that is neither here nor judged below needs
 # trust wherever it is not empty: a new one has to be judged.
 _HARMLESS = (
     "algorithm preset total_steps seed num_envs num_steps num_minibatches update_epochs learning_rate anneal_lr gamma "
@@ -23,7 +24,8 @@ _HARMLESS = (
     "make_vec.caller_steps make_vec.one_env_per_process make_vec.threads_per_worker make_vec.start_timeout "
     "make_vec.step_timeout make_vec.close_timeout make_vec.on_failure make_vec.max_restarts make_vec.memory_check "
     "collectors.num_collectors collectors.nodes collectors.collect_timeout collectors.preemptive_threshold "
-    "collectors.threads_per_collector run.eval_every run.eval_episodes run.checkpoint_every run.keep with spaces"
+    "collectors.threads_per_collector run.eval_every run.eval_episodes run.checkpoint_every run.keep run.init_from "
+    "with spaces"
 )
 NEED_NO_TRUST = frozenset(_HARMLESS.split())
 
