@@ -22,6 +22,7 @@ _WORDS = {
     "start/train": ("ppo", "train", "save model", "load model", "load policy"),
     "tasks/agents": ("multi-agent", "marl", "mappo", "pettingzoo"),
     "tasks/curriculum": ("domain randomization",),
+    "tasks/deploy": ("export", "onnx", "torchscript", "inference", "production"),
     "tasks/doctor": ("doctor", "diagnose"),
     "tasks/early-stopping": ("callback", "stop training", "patience"),
     "tasks/evaluate": ("video", "film", "best model", "evaluate"),

@@ -26,6 +26,7 @@ FINDS = {
     "curriculum": "tasks/curriculum",
     "resume": "tasks/resume",
     "self-play": "tasks/self-play",
+    "export": "tasks/deploy",
     "optuna": "tasks/hyperparameters",
     "make_vec": "reference/vector-envs",
 }

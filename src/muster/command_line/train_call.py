@@ -53,7 +53,8 @@ def train(
         Where it returns False, or raises, the run ends, and is saved.
     options: the other options of the command by their names, such as ``total_steps``, ``num_envs``, ``env_kwargs``,
         ``wrappers``, ``eval_every`` and ``num_workers``. ``resume=run.path`` resumes a run; pass the objects
-        that it was given again. With ``seeds=3`` there are three runs, and a list of them is returned.
+        that it was given again. ``init_from=run.path`` begins with the weights of another run. With ``seeds=3`` there
+        are three runs, and a list of them is returned.
 
     Raises ConfigError for bad values, UsageError where the run cannot begin there or the network cannot be trained,
     what envs and the callback raise, and KeyboardInterrupt after Ctrl-C. What was reached is saved in any case.
