@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,15 @@ def test_a_policy_that_has_moved_is_handed_over_by_policy(tmp_path: Path, monkey
     assert package.train(resume="run", policy=ActorCritic, total_steps=64).metrics["steps"][-1] == 64
     result = muster("train", "--resume=run", "--policy=moved_net.py:Network", "--total-steps=96")
     assert result.exit_code == 2  # that one is where its name leads
+    for name in ("own_envs", "other_envs"):  # also in the working directory alone
+        (tmp_path / f"{name}.py").write_text(
+            "import gymnasium\n\n\ndef make():\n    return gymnasium.make('CartPole-v1')\n"
+        )
+    assert muster("train", "own_envs:make", *words, "--run-dir=own").exit_code == 0
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "own_envs")
+    result = muster("train", "other_envs:make", "--resume=own", "--total-steps=96")
+    assert (result.exit_code, "has settled" in result.stderr) == (2, True), result.output
     assert package.load_policy("run", trust=True).steps == 64
 
 

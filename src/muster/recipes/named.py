@@ -11,6 +11,7 @@ import threading
 import traceback
 import types
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +155,13 @@ def absolute_name(text: str) -> str:
 
 
 def leads_nowhere(text: str) -> bool:
-    """Whether there is no such file or module as the name has. Imports nothing."""
-    try:
-        parse_name(text)
-    except (RecipeError, ModuleNotFoundError):
-        return True
-    return False
+    """Whether there is no such file, nor such a module, installed or in the working directory. Imports nothing."""
+    head, _ = split_name(text)
+    if head.endswith(".py"):
+        return not os.path.isfile(head)
+    top = head.partition(".")[0]
+    found = not top or top in sys.modules or PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    return not found
 
 
 def name_of(thing: Any) -> str:

@@ -13,9 +13,9 @@ from muster.recipes.named import split_name
 
 IN_FOLDER = ("csv", "tensorboard")  # the loggers that write into the run's folder alone
 
-# Numbers, flags, words of Muster's own, and the folder that a run was begun from, which resuming it does not read,
-# whatever their values. A field that is neither here nor judged below needs
-# trust wherever it is not empty: a new one has to be judged.
+# Numbers, flags, words of Muster's own, and the folder that a run was begun from, which resuming does not read:
+# whatever their values. A field that is neither here nor judged below needs trust wherever it is not empty: a new one
+# has to be judged.
 _HARMLESS = (
     "algorithm preset total_steps seed num_envs num_steps num_minibatches update_epochs learning_rate anneal_lr gamma "
     "gae_lambda norm_adv clip_coef anneal_clip clip_vloss ent_coef vf_coef max_grad_norm target_kl clip_rewards "
