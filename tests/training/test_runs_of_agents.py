@@ -18,8 +18,10 @@ import torch
 
 from command import muster
 from muster import load_policy
+from muster.algorithms.ppo_parts import EpisodeWindow
 from muster.envs.pettingzoo import check_env
 from muster.errors import ConfigError, SpecMismatch, UsageError
+from muster.rollout.episodes import Episodes
 from muster.rollout.evaluation import evaluate
 from muster.training import run_folder
 from muster.training.picture import Picture, plot_learning_curve
@@ -112,9 +114,30 @@ def test_a_factory_of_agents_is_trained_by_mappo_with_figures_for_each_group(hun
     for row in rows:
         mean, sheep, wolf = (float(row[name]) for name in ("mean_return", "mean_return/sheep", "mean_return/wolf"))
         assert mean == pytest.approx((sheep + 2 * wolf) / 3)
+        assert wolf == pytest.approx(np.mean([float(row[f"mean_return/wolf/wolf_{i}"]) for i in range(2)]))
+        assert "mean_return/sheep/sheep_0" not in row
         assert row["eval_return"]
     best = torch.load(hunt / "best.pt", weights_only=True)["evaluation"]["mean_return"]
     assert max(float(row["eval_return"]) for row in rows) == best
+
+
+def test_agents_with_the_same_returns_have_columns_if_each_has_a_network():
+    def returns(*rows: list[float]) -> Episodes:
+        return Episodes(np.array(rows), np.ones(len(rows), np.int64), np.zeros(len(rows), np.int64))
+
+    groups = {"wolf": ["wolf_0", "wolf_1"], "sheep": ["sheep_0"]}
+    shared, apart = EpisodeWindow(groups), EpisodeWindow(groups, apart=["wolf"])
+    assert np.isnan(list(apart.by_agent().values())).all()
+    for window in (shared, apart):
+        window.add(returns([2.0, 2.0, 5.0]))
+    assert (shared.by_agent(), apart.by_agent()) == ({}, {"wolf/wolf_0": 2.0, "wolf/wolf_1": 2.0})
+    shared.add(returns([0.0, 4.0, 5.0]))
+    assert shared.by_agent() == {"wolf/wolf_0": 1.0, "wolf/wolf_1": 3.0}
+    resumed, older = EpisodeWindow(groups), {**shared.state_dict(), "groups": {"wolf": [2.0, 2.0], "sheep": [5.0, 5.0]}}
+    resumed.load_state_dict(shared.state_dict())
+    assert resumed.by_agent() == shared.by_agent()
+    resumed.load_state_dict(older)
+    assert (resumed.mean_of("wolf"), resumed.mean_of("sheep")) == (2.0, 5.0)
 
 
 def test_the_curve_has_a_line_for_each_group(hunt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -141,6 +164,8 @@ def test_a_run_of_agents_goes_on_is_evaluated_and_filmed(hunt: Path, tmp_path: P
     assert "The centralised critic sees all agents' observations: the envs give no state." in result.stdout
     assert [int(row["steps"]) for row in rows_in(run)] == [64, 128, 192, 256, 320]
     assert rows_in(run)[:3] == rows_in(hunt)
+    assert rows_in(run)[4].keys() == rows_in(hunt)[0].keys()
+    assert all(row["mean_return/wolf/wolf_1"] for row in rows_in(run))
     result = muster("eval", str(run), "--trust", "--episodes=3", "--video", str(tmp_path / "out.mp4"))
     assert result.exit_code == 0, result.output
     assert "MAPPO after 320 steps" in result.output
@@ -154,7 +179,7 @@ def test_a_run_of_agents_goes_on_is_evaluated_and_filmed(hunt: Path, tmp_path: P
 )
 def test_a_loaded_policy_plays_as_muster_eval_does(tmp_path: Path, words: tuple[str, ...]):
     run = train(tmp_path / "run", "pettingzoo/mpe/simple_spread_v3", "--total-steps=128", *words)
-    assert not [name for name in read_columns(run) if name.startswith("mean_return/")]  # there is one group
+    assert "mean_return/agent" not in read_columns(run)  # there is one group
     policy = load_policy(run)
     with policy.make_vec(2, backend="serial") as envs:
         played = evaluate(envs, pickle.loads(pickle.dumps(policy)), episodes=3, seed=5)

@@ -88,7 +88,8 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
             for team, one in zip(self.teams, minibatches.spawn(len(self.teams)), strict=True)
         }
         explorer = AgentsExplorer(self.network, config.learning_rate)
-        super().__init__(envs, facts, config, explorer, at, EpisodeWindow(self.groups), seed_of(collecting), collectors)
+        episodes = EpisodeWindow(self.groups, [group for group in self.groups if not config.shares_params(group)])
+        super().__init__(envs, facts, config, explorer, at, episodes, seed_of(collecting), collectors)
         self._begin_anew()
 
     @property
@@ -107,7 +108,8 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
             figures[team.name] = TeamFigures(
                 team.group, self.episodes.mean_of(team.group), losses, rollout.explained_variance()
             )
-        return MAPPOMetrics(steps, self.episodes.summary(), figures, rates.learning_rate, self.episodes.figures())
+        of_episodes = self.episodes.figures(), self.episodes.by_agent()
+        return MAPPOMetrics(steps, self.episodes.summary(), figures, rates.learning_rate, *of_episodes)
 
     @torch.no_grad()
     def collect_rollouts(self) -> dict[str, Rollout]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -159,14 +160,15 @@ class EpisodeWindow:
     """The returns and lengths of the last 100 episodes that ended; a return is the mean over an env's agents.
 
     groups: the agents of each group; without any, envs have one agent.
+    apart: groups whose agents are reported one by one from the start; others are once their returns have differed.
     """
 
-    def __init__(self, groups: Mapping[str, Sequence[Hashable]] | None = None) -> None:
-        self._groups = slots_of(groups or {})
+    def __init__(self, groups: Mapping[str, Sequence[Hashable]] | None = None, apart: Collection[str] = ()) -> None:
+        self._agents, self._groups, self._apart = groups or {}, slots_of(groups or {}), set(apart)
         self.ended = 0
         self.returns: deque[float] = deque(maxlen=EPISODE_WINDOW)
         self.lengths: deque[int] = deque(maxlen=EPISODE_WINDOW)
-        self.by_group: dict[str, deque[float]] = {name: deque(maxlen=EPISODE_WINDOW) for name in self._groups}
+        self.by_group: dict[str, deque[list[float]]] = {name: deque(maxlen=EPISODE_WINDOW) for name in self._groups}
         self.infos: dict[str, deque[float]] = {}
 
     def add(self, episodes: Episodes) -> None:
@@ -175,14 +177,28 @@ class EpisodeWindow:
         self.returns.extend(episodes.means.tolist())
         self.lengths.extend(episodes.lengths.tolist())
         for name, columns in self._groups.items():
-            self.by_group[name].extend(episodes.returns[:, columns].mean(-1).tolist())
+            self._extend(name, episodes.returns[:, columns])
         self.infos = {name: self.infos.get(name, deque(maxlen=EPISODE_WINDOW)) for name in episodes.infos}
         for name, numbers in episodes.infos.items():
             self.infos[name].extend(numbers[~np.isnan(numbers)].tolist())
 
+    def _extend(self, group: str, returns: npt.NDArray[np.float64]) -> None:
+        self.by_group[group].extend(returns.tolist())
+        if (returns != returns[:, :1]).any():
+            self._apart.add(group)
+
     def mean_of(self, group: str) -> float:
         """The mean return of a group's agents; nan until an episode ends."""
         return float(np.mean(self.by_group[group])) if self.by_group[group] else math.nan
+
+    def by_agent(self) -> dict[str, float]:
+        """The mean return of each agent that is reported by itself, by "group/agent"; nan until an episode ends."""
+        means = dict[str, float]()
+        for group in [name for name in self._groups if name in self._apart and len(self._agents[name]) > 1]:
+            agents, returns = self._agents[group], self.by_group[group]
+            of_agents = np.mean(returns, 0).tolist() if returns else [math.nan] * len(agents)
+            means |= {f"{group}/{agent}": mean for agent, mean in zip(agents, of_agents, strict=True)}
+        return means
 
     def summary(self) -> EpisodeSummary:
         if not self.returns:
@@ -206,7 +222,9 @@ class EpisodeWindow:
         self.lengths = deque(map(int, state["lengths"]), EPISODE_WINDOW)
         for name, returns in self.by_group.items():
             returns.clear()
-            returns.extend(map(float, state["groups"][name]))
+            for of_one in state["groups"][name]:  # older states have the mean over the agents
+                shape = 1, len(self._agents[name])
+                self._extend(name, np.broadcast_to(np.array(of_one, np.float64), shape))
         of = state.get("infos", {})  # older states have none
         self.infos = {str(name): deque(map(float, numbers), EPISODE_WINDOW) for name, numbers in of.items()}
 
@@ -279,6 +297,8 @@ class MAPPOMetrics:
     steps, episodes, learning_rate, figures: as of `PPOMetrics`; returns are means over an env's agents.
     teams: by group, or by "group/agent" where agents have networks of their own: the group, its agents' mean_return,
         losses and explained_variance.
+    agents: the mean return of each agent by "group/agent", of groups whose agents' returns have differed, or whose
+        agents have networks of their own.
 
     >>> import muster
     >>> from muster.algorithms import MAPPO, MAPPOConfig
@@ -293,6 +313,7 @@ class MAPPOMetrics:
     teams: Mapping[str, TeamFigures]
     learning_rate: float
     figures: Mapping[str, float] = field(default_factory=dict)
+    agents: Mapping[str, float] = field(default_factory=dict)
 
     def as_row(self) -> dict[str, float]:
         """All figures under plain names, as in metrics.csv: where there are several teams, with their names behind."""
@@ -305,6 +326,7 @@ class MAPPOMetrics:
             if len(groups) > 1:
                 row[f"mean_return/{team.group}"] = team.mean_return
             row |= figures
+        row |= {f"mean_return/{name}": value for name, value in self.agents.items()}
         return {**row, "learning_rate": self.learning_rate}
 
     __repr__ = _in_lines

@@ -130,7 +130,7 @@ def learning_curve(run: Path, *, title: str, goal: float | None = None) -> Pictu
         steps, mean, low, high = curve.T
         label, band = "mean of the last 100 episodes", "10th to 90th percentile"
         picture.draw(steps, mean, low, high, color=LINE, label=label, band=band)
-        of_groups = [name for name in columns if name.startswith("mean_return/")]
+        of_groups = [name for name in columns if name.startswith("mean_return/") and name.count("/") == 1]
         for color, name in zip(itertools.cycle(OF_GROUPS), of_groups, strict=False):
             steps_of, means = _curve(run, columns, name).T
             label = f"mean of {name.partition('/')[2]}"
