@@ -138,6 +138,27 @@ def test_a_film_and_the_config_are_with_the_rows_under_one_id(folder: Path):
     assert list(run.glob("wandb-*/wandb/offline-run-*/files/media/videos/film*.mp4"))
 
 
+def test_wandb_without_a_login_is_refused_before_envs_start_and_keeps_no_film(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = ("train", "CartPole-v1", *SIZE, "--total-steps", "64", "--run-dir", "run", "--log", "wandb")
+    assert muster(*run).exit_code == 0
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(folder / "netrc"))
+    filmed = muster("eval", "run", "--episodes", "1", "--video", "film.mp4", "--trust")
+    assert filmed.exit_code == 0, filmed.output
+    assert "The film is not in wandb: wandb does not start: nobody is logged in." in filmed.stdout
+    assert (folder / "film.mp4").exists()
+    (folder / "no_env.py").write_text("def make():\n    raise AssertionError('started')\n")
+    for words in (("no_env.py:make", "--run-dir", "other"), ("--resume", "run", "--trust", "--total-steps", "128")):
+        refused = muster("train", *words, "--log", "wandb")
+        assert refused.exit_code == 1, refused.output
+        said = "wandb does not start: nobody is logged in. Run `wandb login`, or set WANDB_MODE=offline"
+        assert refused.stderr == f"muster train: error: {said}\n"
+    assert not (folder / "other").exists()
+
+
 def test_a_logger_that_raises_is_said_once_and_gets_its_rows_later(folder: Path):
     (folder / "is_down").touch()
     words = (*SIZE, "--checkpoint-every", "64", "--log", "own_log.py:log")

@@ -19,6 +19,7 @@ from muster.extras import imports_for, require
 from muster.recipes.named import absolute_name, find_here, leads_nowhere
 from muster.training import runs
 from muster.training.console import run_console
+from muster.training.loggers import require_login
 from muster.training.plan import (
     CollectorsOptions,
     MakeVecOptions,
@@ -109,6 +110,7 @@ def order_of(values: Mapping[str, Any], objects: Mapping[str, Any] | None = None
     if options.env is None:
         raise ConfigError("env", "named, such as CartPole-v1, unless resume names a run to go on with", None)
     run, (made, collectors) = options_of(RunOptions, values), makers_of(values)
+    require_login(run.log)
     of_env = (options.env_kwargs, values.get("wrapper", ()))
     plan = TrainingPlan(values["env"], PPOConfig(), "", *of_env, made, run, collectors, objects or {})
     alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
@@ -177,6 +179,7 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
         needing = "The run's collectors are on a Ray cluster; --cluster none goes on here, and there this machine needs"
         require(needing, "muster-rl[ray]", "ray")
     besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
+    require_login(besides.log)
     changed = options_of(type(plan.config), {**config, **values})
     plan = replace(
         plan, env=values.get("env", plan.env), config=changed, options=made, run=besides, collectors=collectors

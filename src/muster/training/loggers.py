@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -10,8 +11,8 @@ import secrets
 import textwrap
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -148,6 +149,7 @@ def log_film(run: Path, film: Path) -> None:
     """Adds a film to the wandb run of the run in the folder ``run``, where it has one. Raises as `wandb_run`."""
     mark = _read_marks(run).get("wandb")
     if mark is not None:
+        require_login(["wandb"])
         logged = wandb_run(run, mark["id"])
         import wandb
 
@@ -161,24 +163,45 @@ def wandb_run(run: Path, run_id: str, **options: Any) -> Any:
     Raises ImportError without wandb, UsageError where it fails. Whoever made ``run``, or the working directory, has no
     say in where wandb sends and writes.
     """
-    with imports_for("--log wandb needs", "muster-rl[loggers]", "wandb"):
-        import wandb
     folder = new_folder(run, "wandb")
     options |= {"project": os.environ.get("WANDB_PROJECT", "muster"), "dir": folder, "id": run_id}
     options["name"] = printable(run.resolve().name)
-    try:
+    options["mode"] = os.environ.get("WANDB_MODE")  # which may have been set after wandb's first start in this process
+    with _wandb() as wandb:
         os.path.abspath(folder).encode()  # wandb takes no other paths than those of UTF-8
         # A run that the user has begun stays the user's.
         settings = wandb.Settings(console="off", silent=True, reinit="create_new")
         if any(os.path.lexists(run / name) for name in (".git", "HEAD")):  # git would run what that configures
             settings.disable_git = True
+        return wandb.init(**options, settings=settings, resume="allow")
+
+
+def require_login(names: Sequence[str]) -> None:
+    """Raises as `wandb_run` where wandb is among the loggers ``names``, is to send what it gets, and has no login."""
+    if "wandb" not in names:
+        return
+    with _wandb() as wandb:
+        mode = os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+        if mode in ("offline", "dryrun", "disabled") or wandb.run is not None:
+            return
+        with redirect_stderr(io.StringIO()):  # what it says goes with the error
+            if not wandb.login(prompt=False):
+                raise wandb.Error("nobody is logged in")
+
+
+@contextmanager
+def _wandb() -> Iterator[Any]:
+    """The package, set up. Raises as `wandb_run`."""
+    with imports_for("--log wandb needs", "muster-rl[loggers]", "wandb"):
+        import wandb
+    try:
         with patch.object(wandb.Settings, "settings_workspace", os.devnull):  # that of the working directory
             wandb.setup()
-        return wandb.init(**options, settings=settings, resume="allow")
+        yield wandb
     except (wandb.Error, ValueError) as error:  # the latter for an id or a path that it does not take
-        why = textwrap.shorten(str(error), 500)
+        why = textwrap.shorten(str(error), 500).rstrip(".")
         kind = RunConfigError if isinstance(error, ValueError) else UsageError
-        raise kind(f"wandb does not start: {why}. Log in, or set WANDB_MODE=offline") from None
+        raise kind(f"wandb does not start: {why}. Run `wandb login`, or set WANDB_MODE=offline") from None
 
 
 def _read_marks(run: Path) -> dict[str, dict[str, Any]]:

@@ -229,7 +229,10 @@ def film_run(
         return frames
     console.print(f"Filmed an episode of {frames - 1:,} steps: {escape(str(path))}", soft_wrap=True)
     if "wandb" in policy.plan.run.log and policy.trust:
-        log_film(policy.run, path)
+        try:
+            log_film(policy.run, path)
+        except (UsageError, ImportError) as error:  # such as for a run that was logged offline
+            console.print(f"The film is not in wandb: {escape(str(error))}", soft_wrap=True)
     elif "wandb" in policy.plan.run.log:
         console.print("It stays here: to send it to wandb, where the folder has the run logged, say --trust.")
     return None
