@@ -44,6 +44,8 @@ def test_help_keeps_to_the_terminals_width(command: str):
         ("trian", "muster: error: there is no command 'trian' (did you mean train?)"),
         ("train", "ENV must be named, such as CartPole-v1"),
         ("train A-v1 --num-step 3", "there is no option --num-step (did you mean --num-steps?)"),
+        ("train A-v1 --algo dqn", "there is no option --algo: PPO trains a single agent, MAPPO several, and IPPO"),
+        ("train A-v1 --self-play", "there is no option --self-play: a callback does it, see tasks/self-play"),
         ("train A-v1 --wandb", "there is no option --wandb; muster train --help lists them\n"),
         ("train A-v1 --num_steps x", "--num-steps must be a whole number of at least 1, got 'x'"),
         ("train A-v1 --num-steps", "--num-steps needs a value; muster train --help says which"),

@@ -24,6 +24,7 @@ from local_nodes import LocalNodes
 from muster.algorithms.ppo_parts import EpisodeWindow
 from muster.errors import ConfigError
 from muster.rollout.collector import Collector
+from muster.rollout.episodes import Episodes
 from muster.rollout.evaluation import evaluate
 from muster.rollout.multi_collector import MultiCollector
 from slow import slow
@@ -184,6 +185,12 @@ def test_agents_count_with_the_info_of_their_own_end(mode: str):
             found.append(collector.last_episodes)
     assert [one.infos["is_success"].tolist() for one in found if len(one.returns)][:2] == [[0.5, 0.5]] * 2
     assert next(one for one in found if len(one.returns)).figures == {"success_rate": 0.5, "score": 4.0}
+
+
+def test_episodes_are_shown_in_a_line():
+    ended = Episodes(np.array([1.0, 2.0]), np.array([10, 20]), np.array([0, 1]), {"is_success": np.array([1.0, 0.0])})
+    assert repr(ended) == "<Episodes: 2 episodes, means: return 1.5 +- 0.5, length 15, success_rate 0.5>"
+    assert repr(Episodes(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))) == "<Episodes: none>"
 
 
 def test_an_evaluation_has_those_of_its_own_episodes():

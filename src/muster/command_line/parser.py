@@ -17,6 +17,14 @@ from muster.errors import ConfigError, printable_lines
 
 HELP = ("-h", "--help")
 
+_ALGORITHMS = (
+    ": PPO trains a single agent, MAPPO several, and IPPO is --critic own. Other algorithms, such as DQN, get their "
+    "data from muster.Collector, or train on the drop-ins for SB3 and TorchRL"
+)
+# What people look for, and what there is instead.
+_SOUGHT = {"--algo": _ALGORITHMS, "--algorithm": _ALGORITHMS}
+_SOUGHT["--self-play"] = ": a callback does it, see tasks/self-play in the docs"
+
 
 class HelpShown(Exception):
     """The end of a command that has said all there is: its help."""
@@ -45,7 +53,8 @@ class Parser:
         if unknown := next((word for word in left if word.startswith("-")), None):
             option = unknown.partition("=")[0]
             known = near(option, map(option_of, self._owners()))
-            raise ConfigError(f"there is no option {option}{known}; {self.command} --help lists them")
+            instead = _SOUGHT.get(option, f"{known}; {self.command} --help lists them")
+            raise ConfigError(f"there is no option {option}{instead}")
         values = vars(found)
         if values.pop("help", False):
             self.show_help()

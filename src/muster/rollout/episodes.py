@@ -31,6 +31,15 @@ class Episodes(NamedTuple):
     env_ids: npt.NDArray[np.int64]
     infos: Mapping[str, npt.NDArray[np.float64]] = {}
 
+    def __repr__(self) -> str:
+        """In a line the mean and the deviation of the returns, and the mean of the lengths."""
+        if self.lengths.size == 0:
+            return f"<{type(self).__name__}: none>"
+        named = {"return": f"{self.means.mean():.4g} +- {self.means.std():.2g}", "length": f"{self.lengths.mean():.4g}"}
+        named |= {name: f"{one:.3g}" for name, one in self.figures.items()}
+        found = ", ".join(f"{name} {one}" for name, one in named.items())
+        return f"<{type(self).__name__}: {self.lengths.size} episodes, means: {found}>"
+
     @property
     def means(self) -> npt.NDArray[np.float64]:
         """The return of each episode, float64 ``[K]``; with agents the mean over all of an env's."""
