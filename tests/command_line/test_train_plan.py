@@ -113,7 +113,7 @@ def test_a_run_by_collectors_goes_on_by_them(folder: Path):
     words = ("--num-collectors", "2", "--context", "fork", "--run-dir", "r", *SHORT[:-2])
     result = muster("train", "own_env:make_env", *words, "--wrapper", "own_env:Doubled", "--kwargs", '{"length": 4}')
     assert result.exit_code == 0, result.output
-    assert "2 envs on 2 collectors, preset" in result.stdout
+    assert "2 envs on 2 collectors, 1 thread of torch, preset" in result.stdout
     assert plan_of(folder / "r").collectors == {"num_collectors": 2}
     result = muster("train", "--resume", "r", "--trust", "--total-steps", "32")
     assert result.exit_code == 0, result.output

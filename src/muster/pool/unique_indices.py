@@ -46,9 +46,12 @@ class UniqueIndices:
     def release(self) -> None:
         """Gives the numbers back, except in a fork, which has the same locks. For any time."""
         if self._fd >= 0 and self._pid == os.getpid():
-            self._set(fcntl.F_UNLCK, 0, 0)
-            fd, self._fd = self._fd, -1
-            close_own(fd)
+            with Uninterrupted():
+                self._set(fcntl.F_UNLCK, 0, 0)
+                fd, self._fd = self._fd, -1
+                close_own(fd)
+
+    __del__ = release  # where Ctrl-C has ended a `close` before it came to that
 
     def _locks(self, byte: int) -> bool:
         try:
