@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
@@ -47,7 +48,8 @@ class UniqueIndices:
         """Gives the numbers back, except in a fork, which has the same locks. For any time."""
         if self._fd >= 0 and self._pid == os.getpid():
             with Uninterrupted():
-                self._set(fcntl.F_UNLCK, 0, 0)
+                with contextlib.suppress(OSError):
+                    self._set(fcntl.F_UNLCK, 0, 0)
                 fd, self._fd = self._fd, -1
                 close_own(fd)
 
@@ -56,8 +58,8 @@ class UniqueIndices:
     def _locks(self, byte: int) -> bool:
         try:
             self._set(fcntl.F_WRLCK, byte, 1)
-        except BlockingIOError:  # another env has it
-            return False
+        except OSError as error:  # EAGAIN: another env has it; else a sandbox has no such locks, and its envs run
+            return not isinstance(error, BlockingIOError)
         return True
 
     def _set(self, kind: int, byte: int, length: int) -> None:
