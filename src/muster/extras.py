@@ -12,8 +12,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 # OpenMP spins 300,000 times for the next loop, milliseconds in which nobody else has the core; this is microseconds.
-_SPINS = {"GOMP_SPINCOUNT": "1000"}
-_SPINS_OF_USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_SPINS = "1000"
 
 
 class Package(NamedTuple):
@@ -49,8 +48,8 @@ def bound_spinning() -> None:
 
     OpenMP asks the environment as torch is imported. What users have said there stays.
     """
-    if "torch" not in sys.modules and not any(name in os.environ for name in _SPINS_OF_USERS):
-        os.environ |= _SPINS
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 def missing(needing: str, what: str, command: str) -> str:

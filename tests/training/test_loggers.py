@@ -146,6 +146,9 @@ def test_wandb_without_a_login_is_refused_before_envs_start_and_keeps_no_film(
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(folder / "netrc"))
+    assert muster("train", "CartPole-v1", "--log", "wandb", "--help").exit_code == 0
+    asked = muster("train", "--resume", "run", "--total-steps", "128")
+    assert (asked.exit_code, "logged in" in asked.stderr) == (2, False)  # trust comes first
     filmed = muster("eval", "run", "--episodes", "1", "--video", "film.mp4", "--trust")
     assert filmed.exit_code == 0, filmed.output
     assert "The film is not in wandb: wandb does not start: nobody is logged in." in filmed.stdout

@@ -22,8 +22,11 @@ _ALGORITHMS = (
     "data from muster.Collector, or train on the drop-ins for SB3 and TorchRL"
 )
 # What people look for, and what there is instead.
-_SOUGHT = {"--algo": _ALGORITHMS, "--algorithm": _ALGORITHMS}
-_SOUGHT["--self-play"] = ": a callback does it, see tasks/self-play in the docs"
+_SOUGHT = {
+    "--algo": _ALGORITHMS,
+    "--algorithm": _ALGORITHMS,
+    "--self-play": ": a callback does it, see tasks/self-play in the docs",
+}
 
 
 class HelpShown(Exception):

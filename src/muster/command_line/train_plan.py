@@ -66,6 +66,8 @@ class TrainingOrder:
             return train_seeds(plan, self.seeds, console, run_dir=self.run, callback=callback)
         going_on: dict[str, Any] = {name: getattr(self, name) for name in ("resume", "may_be_done", "learning_rate")}
         with plan.trusting(self.run, self.trust, unused=()):
+            if self.resume:  # only now, as the folder has named loggers; a new run is refused before its first env
+                require_login(plan.run.log)
             return runs.train(plan, console, run_dir=self.run, callback=callback, **going_on)
 
 
@@ -82,7 +84,7 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
         find_here()  # and else only where the line names code, below
     if wants_help and run is None and "env" not in values:
         PARSER.show_help(values, OWN_VALUES)
-    order = order_of(values)
+    order = order_of({name: one for name, one in values.items() if name != "log" or not wants_help})
     if order.plan.names_code:
         find_here()
     if wants_help:
@@ -179,7 +181,6 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
         needing = "The run's collectors are on a Ray cluster; --cluster none goes on here, and there this machine needs"
         require(needing, "muster-rl[ray]", "ray")
     besides = options_of(RunOptions, {**dataclasses.asdict(plan.run), **values})
-    require_login(besides.log)
     changed = options_of(type(plan.config), {**config, **values})
     plan = replace(
         plan, env=values.get("env", plan.env), config=changed, options=made, run=besides, collectors=collectors

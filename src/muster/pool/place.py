@@ -35,8 +35,8 @@ from muster.worker_info import SEED_BITS, WorkerInfo
 Started = tuple[int, int, int | None]
 
 WINDOW_S = 60.0
-OTHERS_FAIL_S = 0.5
-"""How long those before the one that fails first may take to fail as well: most often all do, and env 0 is named."""
+# How long those before the one that fails first may take to fail as well: most often all do, and env 0 is named.
+_OTHERS_FAIL_S = 0.5
 
 
 @dataclass
@@ -217,6 +217,10 @@ class Starting:
     big_arrays: BigArrays | None = None
     reports: list[Any] = field(default_factory=list)
     fails_at: float = math.inf
+
+    def fails(self, place: Place, error: BaseException) -> None:
+        """Notes that a place has failed for good."""
+        place.failed, self.fails_at = error, min(self.fails_at, watched_s() + _OTHERS_FAIL_S)
 
     def raise_failed(self, places: Sequence[Place]) -> None:
         """Raises for the first place that has failed, once those before it are ready, or have had their time."""

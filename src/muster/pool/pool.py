@@ -40,7 +40,7 @@ from muster.pool.messages import (
     Unpacking,
 )
 from muster.pool.notices import StartNotice
-from muster.pool.place import OTHERS_FAIL_S, Limit, Place, Plan, Started, Starting, fork, launch_named
+from muster.pool.place import Limit, Place, Plan, Started, Starting, fork, launch_named
 from muster.pool.resources import MemoryPlan, Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
@@ -413,8 +413,8 @@ class Pool(BasePool[Place]):
         elif self._started:
             raise error
         else:
-            place.failed, self._polled = error, []
-            self._starting.fails_at = min(self._starting.fails_at, watched_s() + OTHERS_FAIL_S)
+            self._starting.fails(place, error)
+            self._polled = []
 
     def _replace(self, old: Place, reason: str, successor: Successor, error: Exception) -> None:
         """Starts a successor. reason: why, also where that is lost as well.  error: for an answer that is owed."""

@@ -324,6 +324,7 @@ class MemoryPlan:
         self._num_workers = num_workers
         self._check = check
         self._fewer_workers = fewer_workers
+        self._warned = False
         self._left_at_first = memory_left()[0]
         self.has_room = self._left_at_first >= num_envs * _ROOM_BYTES
         self._others_at = math.inf  # time.monotonic() from which on the others may be built, whatever the first needs
@@ -388,8 +389,8 @@ class MemoryPlan:
         message = f"{self._num_envs} envs in {processes} will not fit into memory: {why}"
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
-        if self._check == "warn":
-            self._check = "has warned"
+        if not self._warned:
+            self._warned = True
             warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
 
     def _needed(self, num_envs: int, built: Sequence[int], num_workers: int | None = None) -> int:

@@ -97,10 +97,8 @@ class RayHost(Host):
         return bool(ray._private.state.actors(self._actor._actor_id.hex())["Pid"])
 
     def kill(self) -> None:
-        with (
-            contextlib.suppress(ConnectionLost),
-            self._connection.used(asks_head=True) as ray,
-        ):  # else the actor is lost, too
+        # Where the connection is lost, the actor is, too.
+        with contextlib.suppress(ConnectionLost), self._connection.used(asks_head=True) as ray:
             ray.kill(self._actor, no_restart=True)
 
 
