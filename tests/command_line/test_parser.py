@@ -22,7 +22,7 @@ def test_help_lists_each_field_of_the_algorithm_with_its_help():
 
 def test_help_with_an_env_has_its_presets_values():
     shown = " ".join(muster("train", "LunarLander-v3", "--help").stdout.split())
-    assert "those for LunarLander-v3, by the preset Box2D." in shown
+    assert "those for LunarLander-v3, by the preset 'Box2D'." in shown
     assert "whole rollouts (default: 1_000_000)" in shown
     assert "each step (default: 0.995)" in shown
     assert "as far as they are known (default: True)" in shown

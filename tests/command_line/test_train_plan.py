@@ -170,7 +170,7 @@ def test_options_may_stand_before_the_env():
 def test_the_first_line_says_what_differs_from_the_preset(folder: Path):
     result = muster("train", "CartPole-v1", *SHORT, "--gamma", "0.9", "--run-dir", "r")
     assert result.exit_code == 0, result.output
-    expected = "preset classic control, but num_envs=2 num_steps=8 num_minibatches=1 gamma=0.9\n"
+    expected = "preset 'classic control', but num_envs=2 num_steps=8 num_minibatches=1 gamma=0.9\n"
     assert result.stdout.splitlines(keepends=True)[0].endswith(expected)
 
 

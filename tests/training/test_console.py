@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import math
 import re
@@ -131,13 +132,17 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: str, *words: str
                     "--num-steps=16", "--num-minibatches=1", "--run-dir", str(tmp_path / "run"), *words)  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "Warning" not in result.output
-    return [line for line in result.stdout.splitlines() if re.search(r"restarted at step|restarts? of envs", line)]
+    said = re.compile(r"restarted at step|restarts? of envs|^ *restarts ")
+    return [line for line in result.stdout.splitlines() if said.search(line)]
 
 
 def test_each_restart_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    lines = train(tmp_path, monkeypatch, "Failing", "--num-envs=2", "--total-steps=48")
+    *lines, last = train(tmp_path, monkeypatch, "Failing", "--num-envs=2", "--total-steps=48")
     # Step 19 of each env, of 2.
     assert lines == [f"env {env} was restarted at step 38: RuntimeError: [the motor] is stuck" for env in (0, 1)]
+    assert last.split() == ["restarts", "2", "of", "envs"]
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        assert [row["restarts"] for row in csv.DictReader(file)] == ["0", "2"]
 
 
 def test_restarts_in_an_evaluation_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -90,7 +90,7 @@ def training_order(words: Sequence[str]) -> TrainingOrder:
     if wants_help:
         plan = order.plan
         of_plan = {**dataclasses.asdict(plan.config), **plan.options, **plan.collectors, **dataclasses.asdict(plan.run)}
-        by_preset = f"those for {values.get('env')}, by the preset {plan.preset}"
+        by_preset = f"those for {values.get('env')}, by the preset '{plan.preset}'"
         said = by_preset if run is None else f"those that {run} has now"
         PARSER.show_help({**of_plan, **values}, f"The values below are {said}.")
     return order

@@ -24,7 +24,7 @@ from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds
 from muster.pool.messages import Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, naming_limits, usage_of
-from muster.pool.watch import Activity
+from muster.pool.watch import Activity, importing
 from muster.pool.worker import main
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stacks, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
@@ -177,7 +177,8 @@ class Place(Owing):
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""
         [stack] = python_stacks([self.process])
-        return WorkerTimeout(self.name, doing, limit, elapsed_s, stack, self.rebuilding)
+        hint = self.rebuilding + importing(stack.splitlines())
+        return WorkerTimeout(self.name, doing, limit, elapsed_s, stack, hint)
 
     def stack_lines(self) -> list[str]:
         start = self.process.tail_size()

@@ -23,7 +23,7 @@ from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Limit, Owing, Plan
 from muster.pool.resources import Usage
 from muster.pool.unique_indices import UniqueIndices
-from muster.pool.watch import NO_ENV, About, State, Watch
+from muster.pool.watch import NO_ENV, About, State, Watch, importing
 from muster.transport.channel import watched_s
 
 SLICE_S = 0.05
@@ -263,7 +263,8 @@ class BasePool(ABC, Generic[P]):
         place = self._places[index]
         own = replace(place.name, envs=range(0))
         name = str(place.name) if env == NO_ENV else f"{self._nouns.env(index, env)} ({own})"
-        return name, self._hint(place), place.stack_lines()
+        stack = place.stack_lines()
+        return name, self._hint(place) + importing(stack), stack
 
     def _hint(self, place: P) -> str:
         """The sentences about a long wait."""

@@ -25,6 +25,7 @@ CHARTS = {
     "clip_fraction": "losses/clipfrac",
     "explained_variance": "losses/explained_variance",
     "episodes": "rollout/episodes",
+    "restarts": "rollout/restarts",
     "low_return": "rollout/low_return",
     "high_return": "rollout/high_return",
     "eval_return": "eval/mean_reward",

@@ -151,7 +151,7 @@ def _print_header(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console, *, r
     begun = f", from step {ppo.steps:,}" if resume else ""
     where = f" on {ppo.device}" if ppo.device.type != "cpu" or torch.cuda.is_available() else ""
     threads = threads_for(plan.config.torch_threads)
-    preset = f"preset {plan.preset}" + (f", but {plan.differences()}" if plan.differences() else "")
+    preset = f"preset '{plan.preset}'" + (f", but {plan.differences()}" if plan.differences() else "")
     console.print(
         f"[bold]{escape(plan.name)}[/]  [dim]{plan.algorithm}{where}, {plan.config.total_steps:,} steps{begun}, "
         f"seed {plan.config.seed}, {plan.config.num_envs} envs on {count} {noun}{'s' * (count > 1)}, "
@@ -286,11 +286,12 @@ def _train(
     """Trains as `train` does, and returns the signal. before_s: the seconds that the run had taken before."""
     started = time.monotonic() - before_s
     checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
-    disk, finished = Disk(console), False
+    disk, finished, restarts = Disk(console), False, 0
 
     def row_of(metrics: PPOMetrics | MAPPOMetrics, evaluation: Evaluation | None = None) -> dict[str, float]:
         seconds = time.monotonic() - started
         row = {"seconds": seconds, "steps_per_second": metrics.steps / seconds, **metrics.as_row()}
+        row["restarts"] = len(ppo.collector.last_losses)
         if evaluations is not None:
             played = evaluation or Evaluation(0, math.nan, math.nan)
             row |= {f"eval_{name}": value for name, value in played.figures.items()}
@@ -310,6 +311,7 @@ def _train(
                 while ppo.steps < ppo.config.total_steps:
                     before = ppo.steps
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
+                    restarts += len(ppo.collector.last_losses)
                     say_restarts(ppo.collector.last_losses, console, begun_at=before, num_envs=ppo.config.num_envs)
                     judged = stop.call(evaluations.play) if evaluations and evaluations.due(before) else None
                     row = row_of(metrics, judged)
@@ -336,7 +338,8 @@ def _train(
                 console.print(f"To go on: {escape(_command_to_go_on(plan, folder.path))}", soft_wrap=True)
         if disk.full is not None:
             raise disk.full
-        _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=checkpoints.best)
+        best = checkpoints.best
+        _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=best, restarts=restarts)
     return None if finished else stop.number
 
 
@@ -384,7 +387,14 @@ class Disk:
 
 
 def _print_result(
-    ppo: OnPolicy[Any], folder: RunFolder, console: Console, *, seconds: float, plot: str, best: Evaluation | None
+    ppo: OnPolicy[Any],
+    folder: RunFolder,
+    console: Console,
+    *,
+    seconds: float,
+    plot: str,
+    best: Evaluation | None,
+    restarts: int,
 ) -> None:
     goal = _goal_of(ppo)
     mean_return, ended = ppo.episodes.summary().mean_return, ppo.episodes.ended
@@ -397,6 +407,7 @@ def _print_result(
     lines = {
         "mean return": result,
         "trained": f"{ppo.steps:,} steps in {format_seconds(seconds)}, {ppo.steps / seconds:,.0f} steps/s",
+        "restarts": f"[yellow]{restarts:,}[/] of envs" if restarts else None,
         "learning curve": escape(plot),
         "checkpoint": escape(str(folder.checkpoint_path)),
         "best evaluation": best and f"[bold]{format_return(best.mean_return)}[/] at step {best.steps:,}: {best_path}",
