@@ -2,6 +2,7 @@ import os
 import pickle
 import threading
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -283,3 +284,21 @@ def test_envs_that_fail_are_replaced_on_request(make):
     assert infos[1]["TimeLimit.truncated"]
     assert "no action 2" in infos[1]["restarted"]
     assert envs.step(np.zeros(2, int))[0].tolist() == [[2.0], [1.0]]
+
+
+@pytest.mark.usefixtures("launchers_of_users")
+@pytest.mark.parametrize(
+    ("make_envs", "expected"),
+    [
+        (lambda: make_vec_env(Counter, 2, vec_env_cls=SubprocVecEnv), True),
+        pytest.param(lambda: SubprocVecEnv([lambda: Monitor(Counter())] * 2), True, marks=pytest.mark.slow),
+        (lambda: SubprocVecEnv([Counter] * 2), False),
+    ],
+    ids=["make_vec_env", "a function that names Monitor", "envs without SB3"],
+)
+def test_what_forks_the_workers_has_imported_sb3_where_they_need_it(make_envs, expected, make, capfd):
+    envs = make(make_envs())
+    assert envs.reset().shape == (2, 1)
+    (parent,) = {Path(f"/proc/{pid}/stat").read_text().split()[3] for pid in envs.env_method("where")}
+    assert ("/libtorch" in Path(f"/proc/{parent}/maps").read_text()) is expected
+    assert "without preloaded modules" not in capfd.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import reprlib
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -30,11 +32,14 @@ from muster.interop.env_calls import (
     of_gymnasium,
 )
 from muster.interop.starting import FromArguments, in_this_process, processes, recipes_of, require_copies
-from muster.introspection import callable_name
+from muster.introspection import callable_name, module_name
 from muster.pickling import UserCall
+from muster.pickling.main_module import MAIN_NAMES
+from muster.pickling.walk import Walk
 from muster.pool.closing import FOR_EVER
 from muster.pool.environment import WorkerEnv
 from muster.pool.set_up import WorkerInit
+from muster.recipes.recipe import Recipe
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, split
@@ -81,6 +86,8 @@ EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Indices = None | int | Iterable[int]
 VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any]]]
 _ROWS, _FINALS = "info_rows", "finals_by_env"
+_PACKAGE, _WALK_S = "stable_baselines3", 0.1
+_WITH_MODULE = (type, types.FunctionType, types.ModuleType)
 
 
 class MusterVecEnv(VecEnv):
@@ -324,9 +331,26 @@ class SubprocVecEnv(MusterVecEnv):
                 worker_env=worker_env,
                 worker_init=worker_init,
                 close_limits=FOR_EVER,
+                preloads=(_PACKAGE,) if start_method in (None, "forkserver") and _refer_to_sb3(recipes) else (),
                 restarts=(on_failure, max_restarts, step_timeout),
             )
             super().__init__(_Envs(backend, max_restarts if on_failure == "restart" else None))
+
+
+def _refer_to_sb3(recipes: Iterable[Recipe]) -> bool:
+    """Whether workers import SB3, and with it PyTorch, for what they receive or for the modules that it lies in."""
+    parts = {str(one.env_index): (one.factory, one.kwargs) for one in recipes}
+    modules = {_module_of(value) for value in Walk(parts, limit_s=_WALK_S)}
+    found = (sys.modules.get(name) for name in modules.difference(MAIN_NAMES))  # of the script, only what is used
+    named = (value for module in found if type(module) is types.ModuleType for value in [*vars(module).values()])
+    modules |= {_module_of(value) for value in named if issubclass(type(value), _WITH_MODULE)}
+    return any(name.partition(".")[0] == _PACKAGE for name in modules)
+
+
+def _module_of(value: Any) -> str:
+    if type(value) is types.ModuleType:
+        return str(vars(value).get("__name__"))
+    return str(module_name(value if issubclass(type(value), _WITH_MODULE) else type(value)))
 
 
 def as_sb3(envs: VectorEnv) -> MusterVecEnv:
