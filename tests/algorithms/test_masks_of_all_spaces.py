@@ -194,6 +194,30 @@ def test_a_mask_for_continuous_actions_is_refused_by_who_would_obey_it(where: st
             assert ("action_mask" in collector.rollout().keys(True)) is False or where == "obs"
 
 
+@pytest.mark.parametrize("space", SPACES)
+def test_sampled_actions_refuse_a_mask_below_another_key(space: str) -> None:
+    class Deep(Alone):
+        def __init__(self) -> None:
+            super().__init__(space, "right", "obs")
+            self.observation_space = spaces.Dict(deep=self.observation_space)
+
+        def _row(self, masked: bool = True) -> Any:
+            return {"deep": super()._row(masked)[0]}, {}
+
+    for who in (sampled, trained):
+        with pytest.raises(SpecMismatch, match=r"\['deep', 'action_mask'\] has shape .* not below another key"):
+            use(who, Deep)
+
+
+def test_sampled_actions_refuse_masks_of_agents_that_act_by_a_box() -> None:
+    class Continuous(Several):
+        def action_space(self, agent: str) -> gym.Space[Any]:
+            return BOX
+
+    with pytest.raises(SpecMismatch, match=r"observation's \['action_mask'\] of '.*has shape \(4,\).*Box"):
+        use(sampled, functools.partial(Continuous, "Discrete", "right", "obs"))
+
+
 @pytest.mark.parametrize(("masks", "got"), [
     (np.ones((3, 4)), r"\(3, 4\), expected \(2, 4\)"), (np.ones((2, 5)), r"\(2, 5\)"), ([["a"] * 4] * 2, r"\(2, 4\)"),
     ([[1], [1, 0]], r"\(2,\)"), (torch.full((2, 4), 0.5), r"\(2, 4\)"),

@@ -27,6 +27,12 @@ class Overridden(SyncVectorEnv):
         return super().step(actions)
 
 
+class Shifted(SyncVectorEnv):
+    def reset(self, **arguments):
+        obs, infos = super().reset(**arguments)
+        return obs + 100, infos
+
+
 @pytest.mark.parametrize(
     ("made", "instead"),
     [
@@ -34,6 +40,7 @@ class Overridden(SyncVectorEnv):
         (lambda: TheirSync([Counter]), r"SubprocVecEnv\(env_fns\)"),
         (lambda: SyncVectorEnv([Counter]), r"SubprocVecEnv\(env_fns\)"),
         (lambda: Overridden([Counter], autoreset_mode="SameStep"), r"SubprocVecEnv\(env_fns\)"),
+        (lambda: Shifted([Counter], autoreset_mode="SameStep"), r"SubprocVecEnv\(env_fns\)"),
         (lambda: TheirDummy([Counter]), "used as it is"),
         (lambda: DummyVecEnv([Counter]), "used as it is"),
         (lambda: gymnasium.make("CartPole-v1"), r"DummyVecEnv\(\[make_env\]\)"),

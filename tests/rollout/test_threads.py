@@ -17,6 +17,7 @@ from torch import nn
 import muster
 from muster.algorithms import PPO, MAPPOConfig, PPOConfig
 from muster.algorithms.mappo import MAPPO
+from muster.nn import turns
 from muster.nn.turns import TURN
 from muster.rollout.collector import Collector
 
@@ -180,6 +181,24 @@ def test_a_policy_may_collect_itself():
 
     batch, _ = collect(NoisyEnv, policy, seed=1)
     assert len(set(batch["action"].flatten().tolist())) == 1
+
+
+def test_a_turn_that_comes_late_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(turns, "_LATE_S", 0.1)
+    has_it, may_go = threading.Event(), threading.Timer(1.0, lambda: None)
+
+    def hold():
+        with TURN:
+            has_it.set()
+            may_go.join()
+
+    thread = threading.Thread(target=hold)
+    may_go.start()
+    thread.start()
+    assert has_it.wait(60)
+    with turns.turn():
+        assert "another thread's" in caplog.text
+    thread.join()
 
 
 def test_a_fork_takes_its_turn_while_a_thread_of_its_parent_has_it():

@@ -112,7 +112,7 @@ situations(
     "collectors",
     {
         "num_collectors of 0": lambda: collectors(num_collectors=0),
-        "more collectors than envs": lambda: collectors(num_collectors=5),
+        "more collectors than envs": lambda: collectors(num_collectors=10**12),
         "a threshold beyond 1": lambda: collectors(preemptive_threshold=2.0),
         "a threshold without sync": lambda: collectors(preemptive_threshold=0.5, sync=False),
         "an option of make_vec that is not theirs": lambda: collectors(make_vec_options={"copy": False, **SERIAL}),

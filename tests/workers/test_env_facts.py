@@ -122,6 +122,12 @@ def test_nobody_copies_the_arguments_of_an_env(start, tmp_path):
     envs.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"disable_env_checker": True}, {"max_episode_steps": 9}])
+def test_the_spec_is_that_of_the_env(options):
+    with muster.make_vec(partial(gym.make, "CartPole-v1", **options), 1, backend="serial") as envs:
+        assert envs.spec == gym.make("CartPole-v1", **options).spec
+
+
 def with_table(megabytes):
     return np.ones(megabytes << 17)
 

@@ -9,7 +9,7 @@ from typing import Any
 from gymnasium import Wrapper, spaces
 from gymnasium.envs.registration import EnvSpec, WrapperSpec
 from gymnasium.utils import RecordConstructorArgs
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from muster.envs.agents import AgentsEnv
 from muster.envs.layout import AgentLayout
@@ -75,7 +75,11 @@ def _spec_of(env: Any) -> EnvSpec | None:
         for layer in reversed(layers):
             if isinstance(layer, TimeLimit):
                 spec.max_episode_steps = layer._max_episode_steps
-            elif type(layer).spec is Wrapper.spec:  # others, of Gymnasium's own, are what the spec says anyway
+            elif isinstance(layer, OrderEnforcing):
+                spec.order_enforce = True
+            elif isinstance(layer, PassiveEnvChecker):
+                spec.disable_env_checker = False
+            elif type(layer).spec is Wrapper.spec:
                 kwargs = _slim(layer._saved_kwargs) if isinstance(layer, RecordConstructorArgs) else None
                 entry_point = f"{type(layer).__module__}:{type(layer).__name__}"
                 spec.additional_wrappers += (WrapperSpec(layer.class_name(), entry_point, kwargs),)

@@ -88,6 +88,7 @@ VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any
 _ROWS, _FINALS = "info_rows", "finals_by_env"
 _PACKAGE, _WALK_S = "stable_baselines3", 0.1
 _WITH_MODULE = (type, types.FunctionType, types.ModuleType)
+_PASSED_BY = ("reset", "step", "step_async", "step_wait", "reset_async", "reset_wait")  # of the vector env
 
 
 class MusterVecEnv(VecEnv):
@@ -104,7 +105,7 @@ class MusterVecEnv(VecEnv):
     """
 
     def __init__(self, envs: VectorEnv) -> None:
-        if not isinstance(envs, VectorEnv) or is_replaced(envs, "step", "step_async", "step_wait", "reset_wait"):
+        if not isinstance(envs, VectorEnv) or is_replaced(envs, *_PASSED_BY):
             raise WrongType(
                 f"as_sb3 takes a muster.VectorEnv, got {type(envs).__name__}. Write SubprocVecEnv(env_fns), "
                 'DummyVecEnv([make_env]), or as_sb3(muster.make_vec(make_env, num_envs, autoreset_mode="same_step")). '

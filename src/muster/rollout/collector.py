@@ -25,7 +25,7 @@ from torch import Tensor
 
 from muster.arguments import explains_keywords
 from muster.errors import ConfigError
-from muster.nn.turns import TURN, generators_kept
+from muster.nn.turns import generators_kept, turn
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.episodes import EPISODE_INFO
 from muster.rollout.fields import Array, Field, Key
@@ -386,7 +386,7 @@ class Collector(BatchSource):
         """Sets torch's global generators to the collector's states while the policy acts, then back to the caller's."""
         if self._draws_apart or not self._generators:
             # The kind of interaction is the process's, too.
-            with TURN if is_tensordict_policy(self.policy) else nullcontext():
+            with turn() if is_tensordict_policy(self.policy) else nullcontext():
                 yield
             return
         own, cuda = self._generators, [self._policy_device] * (len(self._generators) - 1)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from muster.envs.dm_env import DISCOUNTS
 from muster.errors import ConfigError, UsageError
-from muster.rollout.fields import Array, Field, Key, describe
-from muster.spaces.masks import MASK, unusable
+from muster.rollout.fields import Array, Field, Key
+from muster.spaces.masks import require_obeyable
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.overrides import is_replaced
 from muster.vector.vector_env import VectorEnv
@@ -113,12 +113,10 @@ class EnvSide(ABC):
     def obey_masks(self) -> None:
         """Refuses masks that fit no action from now on, by a SpecMismatch: somebody asks for masks, to act by them."""
         self._obeys = True
-        known = [masked[0] for masked in self.masks if masked is not None]
-        for at, field in enumerate(self.observation_fields):
-            if MASK in field.key and at not in known:
-                space = self.envs.single_action_space
-                space = space[field.key[0]] if self.has_agents else space
-                raise unusable(np.zeros(field.shape), space, of=f"the observation's {describe(field.key)}")
+        if self.has_agents:
+            self.envs.require_obeyable_masks()
+        else:
+            require_obeyable(self.envs.single_observation_space, self.envs.single_action_space)
 
     def cast_observations(self, dtype: np.dtype[Any]) -> None:
         """Gives observations of floating-point numbers this dtype, in which they are written into a batch."""

@@ -155,12 +155,13 @@ class MultiCollector(BatchSource):
         )
         self.policy = policy
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
+        num_collectors = whole("num_collectors", num_collectors, 1)
         how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
+        recipes = _understood(envs, num_envs, num_collectors, make_vec_options, far=cluster is not None)
         options = _options_of(num_collectors, how, close_timeout, make_vec_options or {})
         for_each = {"reset_at_each_iter": reset_at_each_iter, "exploration": exploration, **self._limits}
         for_each |= {"policy_device": device if policy_device is None else policy_device}
         for_each |= {"initial_state": dict(initial_state or {})}
-        recipes = _understood(envs, num_envs, num_collectors, make_vec_options, far=cluster is not None)
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
 
     def _begin(
@@ -339,7 +340,6 @@ def _options_of(
 ) -> CollectorOptions:
     check_pool(collector_nouns(()), *how)
     limits_of(close_timeout)
-    num_collectors = whole("num_collectors", num_collectors, 1)
     changes = changes_of(make_vec_options.get("worker_env"), num_collectors, worker="collector")
     return CollectorOptions(
         num_collectors, *how[:3], close_timeout, *how[3:], changes, make_vec_options.get("worker_init")

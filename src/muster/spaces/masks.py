@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -55,21 +56,48 @@ def usable(masks: Any, space: Space, *lead: int, of: str = "the action mask") ->
 
 def unusable(masks: Any, space: Space, *lead: int, of: str = "the action mask", expected: str = "") -> SpecMismatch:
     """The error for masks that are none of the action space. expected: instead of the shape. Else as for `usable`."""
-    given, length = _array(masks), mask_length(space)
+    given = _array(masks)
+    return _mismatch(of, given.shape, space, lead, expected, f"; got {reprlib.repr(given.tolist())}")
+
+
+def require_obeyable(seen: Space, acts: Space, shape: tuple[int, ...] | None = None, *, of: str = "") -> None:
+    """Raises SpecMismatch where observations hold a mask that nobody can obey: below another key, of another shape.
+
+    shape: that of a mask which observations of the env have, and which `seen` lacks.  of: whose observation it is.
+    """
+    length = mask_length(acts)
+    for path, found in [*_masks_in(seen), *([] if shape is None else [((MASK,), shape)])]:
+        if path != (MASK,) or found != (length,) or not length:
+            expected = f"({length},) of 0 and 1, not below another key" if path != (MASK,) and length else ""
+            raise _mismatch(f"the observation's {list(path)}{of}", found, acts, (), expected, "")
+
+
+def _masks_in(space: Space, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Where a space of observations has action masks, and their shapes."""
+    parts = space.items() if isinstance(space, spaces.Dict) else enumerate(getattr(space, "spaces", ()))
+    for key, part in parts:
+        if key == MASK:
+            yield (*path, key), part.shape
+        else:
+            yield from _masks_in(part, (*path, key))
+
+
+def _mismatch(of: str, shape: Any, space: Space, lead: tuple[int, ...], expected: str, got: str) -> SpecMismatch:
+    length = mask_length(space)
     fitting = f"{(*lead, length)} of 0 and 1" if length else "none, which is for Discrete, MultiDiscrete, MultiBinary"
     return SpecMismatch(
-        f"{of} has shape {given.shape}, expected {expected or fitting}, for the actions "
-        f"{' '.join(str(space).split())}; got {reprlib.repr(given.tolist())}. Mend it, or rename what is no mask in a "
-        "wrapper"
+        f"{of} has shape {shape}, expected {expected or fitting}, for the actions {' '.join(str(space).split())}{got}. "
+        "Mend it, or rename what is no mask in a wrapper"
     )
 
 
 def obey(actions: Array, space: Space, masks: Any, rng: np.random.Generator, *, of: str = "the action mask") -> Array:
     """`actions` ``[..., *shape]``, contiguous; parts that `masks`, ``[..., n]``, forbid are drawn again, in place."""
-    parts, masks = choices_of(space), np.asarray(masks)
-    assert parts is not None
-    columns = actions.reshape(*masks.shape[:-1], len(parts[0]))
-    pieces = np.split(usable(masks, space, *masks.shape[:-1], of=of), np.cumsum(parts[0])[:-1], -1)
+    flags = usable(masks, space, *np.shape(masks)[:-1], of=of)
+    parts = choices_of(space)
+    assert parts is not None  # `usable` has refused masks of other spaces
+    columns = actions.reshape(*flags.shape[:-1], len(parts[0]))
+    pieces = np.split(flags, np.cumsum(parts[0])[:-1], -1)
     for chosen, start, allowed in zip(np.moveaxis(columns, -1, 0), parts[1], pieces, strict=True):
         wrong = ~np.take_along_axis(allowed, (chosen - start)[..., None], -1)[..., 0]
         if wrong.any():

@@ -19,7 +19,7 @@ from muster.envs.groups import Agent
 from muster.errors import CannotTravel, EnvError
 from muster.introspection import caller_stacklevel
 from muster.spaces.compare import handed_out
-from muster.spaces.masks import obey
+from muster.spaces.masks import obey, require_obeyable
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, merge
 from muster.vector.parts import Assembled
@@ -108,6 +108,7 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
         """
         ids, actions = self._backend.settled(), self.action_space.sample()
         rows = self._backend.obs_again(ids, copies=False)
+        self.require_obeyable_masks()
         for group, masks in zip(self._layout.mask_shapes, rows[layout.MASKS], strict=True):
             if rows[layout.HAS_MASKS].any():
                 space = self._layout.action_spaces[group]
@@ -124,6 +125,12 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
     def mask_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of one agent's action mask, for the groups that may have masks."""
         return dict(self._layout.mask_shapes)
+
+    def require_obeyable_masks(self) -> None:
+        """Raises SpecMismatch where observations of agents hold a mask that fits no action."""
+        for group, acts in self._layout.action_spaces.items():
+            seen, shape = self._layout.observation_spaces[group], self._layout.mask_shapes.get(group)
+            require_obeyable(seen, acts, shape, of=f" of {group!r}")
 
     # ---- inside
 

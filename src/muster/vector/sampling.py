@@ -8,7 +8,8 @@ import numpy as np
 from gymnasium import spaces
 
 from muster.backends.base import Backend
-from muster.spaces.masks import MASK, obey, usable
+from muster.errors import SpecMismatch
+from muster.spaces.masks import MASK, mask_length, obey, require_obeyable, usable
 from muster.transport.infos import InfoColumns
 
 
@@ -18,11 +19,18 @@ def sample_actions(envs: Any, backend: Backend, columns: InfoColumns) -> Any:
     space, seen = envs.single_action_space, envs.single_observation_space
     last: dict[int, Any]
     ids = backend.settled()
+    require_obeyable(seen, space)
     if isinstance(seen, spaces.Dict) and MASK in seen.spaces:
         rows = backend.obs_again(ids, copies=False)[MASK]
         last = dict(zip(ids.tolist(), rows if isinstance(rows, np.ndarray) else [rows] * len(ids), strict=True))
     else:
         last = columns.latest(ids, MASK)
+    for env, mask in last.items():
+        if mask is None:  # only the infos have it
+            raise SpecMismatch(
+                f"the action mask of env {env}, in its info, is no array, expected {(mask_length(space),)} of 0 and 1, "
+                f"for the actions {' '.join(str(space).split())}. Have the env give one by np.array(...)"
+            )
     masks = [usable(mask, space, of=f"the action mask of env {env}") for env, mask in last.items()]
     if masks:
         actions[[*last]] = obey(actions[[*last]], space, masks, envs.action_space.np_random)
