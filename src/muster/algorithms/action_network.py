@@ -38,6 +38,7 @@ class ActionNetwork(nn.Module):
                     "exported; a head of muster.algorithms.head_of can"
                 )
         self.memory_size: int = getattr(self.policies[0], "memory_size", 0)
+        self.training = False  # as those of a trained policy; exporters warn of another
 
     @torch.no_grad()
     def forward(self, obs: Any, memory: Tensor | None = None, masks: Tensor | None = None) -> Any:

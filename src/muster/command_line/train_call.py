@@ -99,7 +99,10 @@ def train(
     table |= {place: name(place, table[place]) for place in ("env", "policy") if place in table}
     values = values_in(table, [name for name in OPTIONS if name not in ("config", "resume_or_begin")])
     if not _is_json(kwargs := values.get("env_kwargs", {})):
-        expected = "values that JSON has, for runs that go on; as env, functools.partial(make_env, ...) may hold others"
+        expected = (
+            "values that JSON has, for runs that go on; a function of a module that builds the others, as env=, leads "
+            "there again; functools.partial(make_env, ...) has to be handed over again"
+        )
         raise ConfigError("env_kwargs", expected, kwargs)
     if "seeds" in values and isinstance(own := objects.get("policy"), nn.Module):
         raise ConfigError("policy", "with seeds a function, which makes a network for each run", type_name(own))

@@ -53,9 +53,11 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
     if mean_s > max(_UNEVEN * median_s, median_s + _MUCH_LONGER_S):
         text = (
             f"some steps take far longer than most: the median is {seconds(median_s)}, the mean {seconds(mean_s)}, the "
-            f"longest {seconds(results['step_longest_s'])}. In a vector env all wait for the slowest of a step"
+            f"longest {seconds(results['step_longest_s'])}. In a vector env all wait for the slowest of a step; look "
+            "for what such a step does besides, such as a rebuild. envs.send and envs.recv wait for the first that are "
+            "done, and muster train --num-collectors waits once a rollout"
         )
-        found.append(Finding("warns", "steps", f"{text}; look for what such a step does besides, such as a rebuild"))
+        found.append(Finding("warns", "steps", text))
     if results.get("threads_started", 0) >= _MANY_THREADS:
         text = f"it starts {results['threads_started']} threads; with a worker per core they take each other's time"
         found.append(Finding("warns", "threads", text))

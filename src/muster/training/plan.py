@@ -188,9 +188,10 @@ class TrainingPlan:
         if place in self.objects:
             return self.objects[place]
         if "<" in (name := self.names[place]):  # as `name_of` has it
+            again = ", or muster.load_policy(run, policy=...)" if place == "policy" else ""
             raise UsageError(
-                f"no name leads to {name}, which this run was begun with. Hand it over again: muster.train(env, "
-                "resume=..., policy=...), or muster.load_policy(run, policy=...)"
+                f"no name leads to {name}, which this run was begun with as {place}. Hand it over again: muster.train("
+                f"env, resume=..., policy=...){again}"
             )
         try:
             return find(name)
