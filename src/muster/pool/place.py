@@ -177,7 +177,7 @@ class Place(Owing):
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""
         [stack] = python_stacks([self.process])
-        hint = self.rebuilding + importing(stack.splitlines())
+        hint = importing(stack.splitlines()) or self.rebuilding
         return WorkerTimeout(self.name, doing, limit, elapsed_s, stack, hint)
 
     def stack_lines(self) -> list[str]:

@@ -362,11 +362,11 @@ class Pool(BasePool[Place]):
         self.deliver_logs()
         self._look(self._places)
 
-    def _hint(self, place: Place) -> str:
+    def _hint(self, place: Place, imports: str) -> str:
         if not place.starts:
             return self._nouns.patience
         limit = self._nouns.start_limit(self._options.start_timeout_s)
-        return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + place.rebuilding
+        return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + (imports or place.rebuilding)
 
     def _doing(self, place: Place) -> str:
         return place.building if place.starts else self._hooks.doing(place.index)

@@ -264,11 +264,11 @@ class BasePool(ABC, Generic[P]):
         own = replace(place.name, envs=range(0))
         name = str(place.name) if env == NO_ENV else f"{self._nouns.env(index, env)} ({own})"
         stack = place.stack_lines()
-        return name, self._hint(place) + importing(stack), stack
+        return name, self._hint(place, importing(stack)), stack
 
-    def _hint(self, place: P) -> str:
-        """The sentences about a long wait."""
-        return ""
+    def _hint(self, place: P, imports: str) -> str:
+        """The sentences about a long wait. imports: that about an import which it is in."""
+        return imports
 
     @abstractmethod
     def deliver_logs(self) -> None:

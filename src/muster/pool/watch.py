@@ -138,7 +138,7 @@ def importing(stack: Sequence[str]) -> str:
     stack: as faulthandler prints it, most recent call first.
     """
     modules = (line for line, caller in itertools.pairwise(stack) if "<frozen importlib" in caller)
-    names = [found[1] for found in map(_OF_PACKAGE.search, modules) if found]
+    names = [found[1] for found in map(_OF_PACKAGE.search, modules) if found and found[1] != "muster"]
     return f" It is importing {names[-1]}." if names else ""
 
 

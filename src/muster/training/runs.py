@@ -407,7 +407,7 @@ def _print_result(
     lines = {
         "mean return": result,
         "trained": f"{ppo.steps:,} steps in {format_seconds(seconds)}, {ppo.steps / seconds:,.0f} steps/s",
-        "restarts": f"[yellow]{restarts:,}[/] of envs" if restarts else None,
+        "restarts": f"[yellow]{restarts:,}[/]" if restarts else None,
         "learning curve": escape(plot),
         "checkpoint": escape(str(folder.checkpoint_path)),
         "best evaluation": best and f"[bold]{format_return(best.mean_return)}[/] at step {best.steps:,}: {best_path}",
