@@ -47,7 +47,7 @@ def test_train_leaves_a_whole_run_folder(tmp_path: Path):
     assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 3072
     assert matplotlib.image.imread(run / "learning_curve.png").ndim == 3
     assert (
-        "CartPole-v1  PPO, 3,000 steps, seed 7, 16 envs on 1 worker, 1 thread of torch, preset classic control\n"
+        "CartPole-v1  PPO, 3,000 steps, seed 7, 16 envs on 1 worker, 1 thread of torch, preset 'classic control'\n"
         in result.output
     )
     assert f"{float(rows[-1]['mean_return']):.1f} over the last 100 episodes  the goal is 475" in result.output

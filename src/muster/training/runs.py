@@ -289,9 +289,8 @@ def _train(
     disk, finished, restarts = Disk(console), False, 0
 
     def row_of(metrics: PPOMetrics | MAPPOMetrics, evaluation: Evaluation | None = None) -> dict[str, float]:
-        seconds = time.monotonic() - started
-        row = {"seconds": seconds, "steps_per_second": metrics.steps / seconds, **metrics.as_row()}
-        row["restarts"] = len(ppo.collector.last_losses)
+        seconds, again = time.monotonic() - started, len(ppo.collector.last_losses)
+        row = {"seconds": seconds, "steps_per_second": metrics.steps / seconds, **metrics.as_row(), "restarts": again}
         if evaluations is not None:
             played = evaluation or Evaluation(0, math.nan, math.nan)
             row |= {f"eval_{name}": value for name, value in played.figures.items()}
@@ -311,8 +310,8 @@ def _train(
                 while ppo.steps < ppo.config.total_steps:
                     before = ppo.steps
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
-                    restarts += len(ppo.collector.last_losses)
-                    say_restarts(ppo.collector.last_losses, console, begun_at=before, num_envs=ppo.config.num_envs)
+                    losses, num_envs = ppo.collector.last_losses, ppo.config.num_envs
+                    restarts += say_restarts(losses, console, begun_at=before, num_envs=num_envs)
                     judged = stop.call(evaluations.play) if evaluations and evaluations.due(before) else None
                     row = row_of(metrics, judged)
                     save = partial(checkpoints.save, ppo, judged, now=stop.save_asked())
@@ -338,8 +337,7 @@ def _train(
                 console.print(f"To go on: {escape(_command_to_go_on(plan, folder.path))}", soft_wrap=True)
         if disk.full is not None:
             raise disk.full
-        best = checkpoints.best
-        _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=best, restarts=restarts)
+        _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=checkpoints.best, restarts=restarts)
     return None if finished else stop.number
 
 
