@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 import programs
 from muster.backends.process import ENV_PRELOADS
 from muster.pool.launcher_client import LauncherClient
-from processes import adopts_orphans, descendants, named_fd
+from processes import adopts_orphans, descendants, named_fd, shared_memory_of_others
 
 # With this their asserts show the values that they compared, as those of test modules do.
 pytest.register_assert_rewrite(
@@ -187,26 +186,12 @@ def leaves_nothing() -> Iterator[None]:
         gc.collect()
         left = Holdings.now().beyond(before)
         if "shared_memory" in left:
-            left["shared_memory"] -= _used_by_others()
+            left["shared_memory"] -= shared_memory_of_others()
         if not any(left.values()):
             return
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: {left}")
         time.sleep(0.02)
-
-
-def _used_by_others() -> set[str]:
-    """Entries of /dev/shm that other processes have mapped: neither this one nor its descendants."""
-    ours = {os.getpid(), *descendants(os.getpid()).values()}
-    used: set[str] = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) not in ours:
-            try:
-                maps = (entry / "maps").read_text()
-            except OSError:
-                continue
-            used.update(part.split()[0] for part in maps.split("/dev/shm/")[1:])
-    return used
 
 
 def _open_fds() -> set[str]:

@@ -94,6 +94,20 @@ def descendants(pid: int) -> dict[str, int]:
     return found
 
 
+def shared_memory_of_others() -> set[str]:
+    """Entries of /dev/shm that other processes have mapped: neither this one nor its descendants."""
+    ours = {os.getpid(), *descendants(os.getpid()).values()}
+    used: set[str] = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) not in ours:
+            try:
+                maps = (entry / "maps").read_text()
+            except OSError:
+                continue
+            used.update(part.split()[0] for part in maps.split("/dev/shm/")[1:])
+    return used
+
+
 def _listed_children(pid: int) -> list[int]:
     """The children of a process as the kernel lists them, by thread. Not every kernel does."""
     listed: list[int] = []

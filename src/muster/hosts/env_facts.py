@@ -79,7 +79,7 @@ def _spec_of(env: Any) -> EnvSpec | None:
                 spec.order_enforce = True
             elif isinstance(layer, PassiveEnvChecker):
                 spec.disable_env_checker = False
-            elif type(layer).spec is Wrapper.spec:
+            elif type(layer).spec is Wrapper.spec:  # another would have to be asked
                 kwargs = _slim(layer._saved_kwargs) if isinstance(layer, RecordConstructorArgs) else None
                 entry_point = f"{type(layer).__module__}:{type(layer).__name__}"
                 spec.additional_wrappers += (WrapperSpec(layer.class_name(), entry_point, kwargs),)

@@ -55,9 +55,14 @@ def usable(masks: Any, space: Space, *lead: int, of: str = "the action mask") ->
 
 
 def unusable(masks: Any, space: Space, *lead: int, of: str = "the action mask", expected: str = "") -> SpecMismatch:
-    """The error for masks that are none of the action space. expected: instead of the shape. Else as for `usable`."""
+    """The error for masks that are none of the action space. expected: instead of the shape. Else as for `usable`.
+
+    masks: None for one that was given as no array.
+    """
+    if masks is None:
+        return _mismatch(f"{of} is no array", space, lead, expected)
     given = _array(masks)
-    return _mismatch(of, given.shape, space, lead, expected, f"; got {reprlib.repr(given.tolist())}")
+    return _mismatch(f"{of} has shape {given.shape}", space, lead, expected, f"; got {reprlib.repr(given.tolist())}")
 
 
 def require_obeyable(seen: Space, acts: Space, shape: tuple[int, ...] | None = None, *, of: str = "") -> None:
@@ -65,11 +70,11 @@ def require_obeyable(seen: Space, acts: Space, shape: tuple[int, ...] | None = N
 
     shape: that of a mask which observations of the env have, and which `seen` lacks.  of: whose observation it is.
     """
-    length = mask_length(acts)
     for path, found in [*_masks_in(seen), *([] if shape is None else [((MASK,), shape)])]:
+        length = mask_length(acts)
         if path != (MASK,) or found != (length,) or not length:
             expected = f"({length},) of 0 and 1, not below another key" if path != (MASK,) and length else ""
-            raise _mismatch(f"the observation's {list(path)}{of}", found, acts, (), expected, "")
+            raise _mismatch(f"the observation's {list(path)}{of} has shape {found}", acts, expected=expected)
 
 
 def _masks_in(space: Space, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -82,11 +87,11 @@ def _masks_in(space: Space, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
             yield from _masks_in(part, (*path, key))
 
 
-def _mismatch(of: str, shape: Any, space: Space, lead: tuple[int, ...], expected: str, got: str) -> SpecMismatch:
+def _mismatch(found: str, space: Space, lead: tuple[int, ...] = (), expected: str = "", got: str = "") -> SpecMismatch:
     length = mask_length(space)
     fitting = f"{(*lead, length)} of 0 and 1" if length else "none, which is for Discrete, MultiDiscrete, MultiBinary"
     return SpecMismatch(
-        f"{of} has shape {shape}, expected {expected or fitting}, for the actions {' '.join(str(space).split())}{got}. "
+        f"{found}, expected {expected or fitting}, for the actions {' '.join(str(space).split())}{got}. "
         "Mend it, or rename what is no mask in a wrapper"
     )
 

@@ -133,10 +133,10 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def say_restarts(losses: Sequence[Loss], console: Console, *, begun_at: int, num_envs: int) -> int:
+def say_restarts(losses: Sequence[Loss], console: Console, *, begun_at: int, num_envs: int) -> None:
     """Says which of ``num_envs`` envs were restarted in a rollout that began at step ``begun_at``, and why.
 
-    Those beyond the fifth are counted. Returns the number of all.
+    Those beyond the fifth are counted.
     """
     for loss in losses[:SAID_AT_ONCE]:
         reason = next((line.strip() for line in loss.reason.splitlines() if line.strip()), "it is not known why")
@@ -146,7 +146,6 @@ def say_restarts(losses: Sequence[Loss], console: Console, *, begun_at: int, num
     if more := len(losses[SAID_AT_ONCE:]):
         restarts = f"{more} more restart{'s' * (more > 1)} of envs"
         console.print(f"[yellow]{restarts} until step {begun_at + (losses[-1].time + 1) * num_envs:,}[/]")
-    return len(losses)
 
 
 @contextmanager

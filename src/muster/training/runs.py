@@ -310,8 +310,8 @@ def _train(
                 while ppo.steps < ppo.config.total_steps:
                     before = ppo.steps
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
-                    losses, num_envs = ppo.collector.last_losses, ppo.config.num_envs
-                    restarts += say_restarts(losses, console, begun_at=before, num_envs=num_envs)
+                    restarts += len(ppo.collector.last_losses)
+                    say_restarts(ppo.collector.last_losses, console, begun_at=before, num_envs=ppo.config.num_envs)
                     judged = stop.call(evaluations.play) if evaluations and evaluations.due(before) else None
                     row = row_of(metrics, judged)
                     save = partial(checkpoints.save, ppo, judged, now=stop.save_asked())

@@ -8,8 +8,7 @@ import numpy as np
 from gymnasium import spaces
 
 from muster.backends.base import Backend
-from muster.errors import SpecMismatch
-from muster.spaces.masks import MASK, mask_length, obey, require_obeyable, usable
+from muster.spaces.masks import MASK, obey, require_obeyable, unusable, usable
 from muster.transport.infos import InfoColumns
 
 
@@ -26,11 +25,8 @@ def sample_actions(envs: Any, backend: Backend, columns: InfoColumns) -> Any:
     else:
         last = columns.latest(ids, MASK)
     for env, mask in last.items():
-        if mask is None:  # only the infos have it
-            raise SpecMismatch(
-                f"the action mask of env {env}, in its info, is no array, expected {(mask_length(space),)} of 0 and 1, "
-                f"for the actions {' '.join(str(space).split())}. Have the env give one by np.array(...)"
-            )
+        if mask is None:
+            raise unusable(mask, space, of=f"the action mask of env {env}, in its info,")
     masks = [usable(mask, space, of=f"the action mask of env {env}") for env, mask in last.items()]
     if masks:
         actions[[*last]] = obey(actions[[*last]], space, masks, envs.action_space.np_random)
