@@ -6,32 +6,23 @@ import pickle
 from typing import Any
 from unittest.mock import Mock
 
+import gymnasium as gym
 import pytest
 
 import muster
 from muster.errors import CannotTravel, UnknownMessage, WorkerDied
 from muster.hosts.env_resident import EnvResident
-from muster.hosts.requests import (
-    Attach,
-    Call,
-    EnvPlan,
-    Packed,
-    Reset,
-    ResetArguments,
-    Restart,
-    SetAgain,
-    SetAttr,
-    packed,
-)
+from muster.hosts.questions import Again, Call, EnvQuestion, Packed, Reset, SetAttr, Spaces, packer, unopened
+from muster.hosts.requests import Attach, EnvPlan, Restart
 from muster.pickling import MAKE_VEC
 from muster.pool.messages import Message
 from muster.transport.mail import dumps
 
-QUESTIONS = [Attach(Mock(), Mock(), Mock()), Call(("render", (), {})), SetAttr(("gravity", [9.8]))]
+QUESTIONS = [Attach(Mock(), Mock(), Mock()), Call.of("render", (), {}), SetAttr("gravity", {0: 9.8}), Spaces()]
 POSTS = [
-    Reset([0], ResetArguments([None], None)),
-    Restart(0, None, None, resets_now=True, rebuilds=False, elsewhere=False, attributes={"goal": 1}),
-    SetAgain({0: {"goal": 1}}),
+    Reset({0: None}),
+    Restart(0, None, None, resets_now=True, rebuilds=False, elsewhere=False, again=[SetAttr("goal", {0: 1})]),
+    Again({0: [SetAttr("goal", {0: 1})]}),
 ]
 
 
@@ -57,10 +48,10 @@ def test_every_request_is_known(resident: EnvResident) -> None:
     for message in POSTS:
         resident.take(message)
     asked = [name for name, *_ in resident.host.method_calls if name != "build"]  # type: ignore[attr-defined]
-    assert asked == ["attach", "call", "set_attr", "reset", "restart", "set_again"]
-    parts = {EnvPlan, ResetArguments}
-    requests = {one for one in Message.__subclasses__() if one.__module__ == Reset.__module__}
-    assert requests == {type(one) for one in QUESTIONS + POSTS} | parts
+    assert asked == ["attach", "answer", "answer", "answer", "answer", "restart", "again"]
+    rows = (*Message.__subclasses__(), *EnvQuestion.__subclasses__())
+    requests = {one for one in rows if one.__module__ in (Reset.__module__, Attach.__module__)}
+    assert requests == {type(one) for one in QUESTIONS + POSTS} | {EnvPlan, EnvQuestion}
 
 
 def test_an_unknown_request_is_named(resident: EnvResident) -> None:
@@ -97,32 +88,42 @@ def test_a_replaced_worker_answers_after_an_unknown_request() -> None:
 
 
 def test_what_a_user_hands_over_arrives_as_it_was() -> None:
-    sent = Reset([3], ResetArguments([7], Packed(dumps({"map": "small"})), passes_options=False))
+    sent = Reset({3: 7}, Packed(dumps({"map": "small"})), passes_options=False)
     arrived = pickle.loads(dumps(sent))
-    assert repr(arrived) == repr(Reset([3], ResetArguments([7], {"map": "small"}, passes_options=False)))
+    assert repr(arrived) == repr(Reset({3: 7}, {"map": "small"}, passes_options=False))
+
+
+def test_a_value_that_is_passed_on_is_not_opened() -> None:
+    with unopened():
+        data = dumps(Call(Packed(dumps(Unbuildable()))))
+    assert isinstance(pickle.loads(data).what, Packed)
 
 
 @pytest.mark.parametrize("forked", [True, False])
 def test_a_users_value_is_in_the_message_once(forked: bool) -> None:
     value = bytes(1_000_000), Unbuildable
-    assert len(pickle.dumps(packed(value, {}, MAKE_VEC, forked=forked))) < 1_100_000
+    assert len(pickle.dumps(packer(MAKE_VEC, forked=forked)(value, {}))) < 1_100_000
 
 
-def test_what_cannot_be_rebuilt_is_refused_for_whom_it_came(resident: EnvResident) -> None:
-    packed = Packed(dumps(Unbuildable()))
-    sent = [
-        Reset([4, 5], ResetArguments([None, None], packed)),
-        Restart(5, None, packed, resets_now=True, rebuilds=False, elsewhere=False, attributes={}),
-        Call(packed),
-        SetAttr(packed),
-    ]
-    reset, restart, call, set_attr = pickle.loads(dumps(sent))
-    resident.take(reset)
-    resident.take(restart)
-    host: Any = resident.host
-    assert [call.args[0] for call in host.refuse.call_args_list] == [[4, 5], [5]]
-    assert len(resident.answer(call)) == len(resident.answer(set_attr)) == 2
-    refusals = [*host.refuse.call_args_list, *host.failure.call_args_list]
-    assert len(refusals) == 6
-    assert all(isinstance(call.args[1], CannotTravel) for call in refusals)
-    assert not any(method.called for method in (host.reset, host.restart, host.call, host.set_attr))
+class Environ(gym.Env[Any, Any]):
+    """An env for whose `level` anything will do."""
+
+    observation_space = action_space = gym.spaces.Discrete(2)
+    level: Any = None
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        return 0, {}
+
+
+def test_what_cannot_be_rebuilt_is_refused_by_the_envs_for_whom_it_came() -> None:
+    unbuildable = Unbuildable()
+    with muster.make_vec(Environ, 4, num_workers=2) as envs:
+        envs.reset()
+        with pytest.raises(CannotTravel, match="what was sent to the worker"):
+            envs.set_attr("level", [1, unbuildable, 2, 3])
+        assert envs.get_attr("level") == (1, None, 2, 3)
+        with pytest.raises(CannotTravel, match="what was sent to the worker"):
+            envs.call("render", unbuildable)
+        with pytest.raises(CannotTravel, match="what was sent to the worker"):
+            envs.reset(options={"goal": unbuildable})
+        envs.reset()

@@ -21,8 +21,9 @@ from muster.errors import UsageError
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure
-from muster.hosts.requests import EnvCall, HostOptions, Reset, ResetArguments, Restart, WaitBudget
-from muster.pickling import MAKE_VEC, UserCall, copied_if_plain
+from muster.hosts.questions import EnvQuestion, Pack, shared
+from muster.hosts.requests import HostOptions, Restart, WaitBudget
+from muster.pickling import MAKE_VEC, UserCall
 from muster.pool.closing import (
     AT_ONCE,
     FOR_EVER,
@@ -39,10 +40,10 @@ from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab, SlabPlan
 
-# Values of an env's attributes by name, as `Backend.kept` returns them.
-Attributes = Mapping[str, Any]
-# Called with a lost worker, its envs and the reason; returns what the new envs have to be given, by env.
-WorkerLost = Callable[[int, range, str], Mapping[int, Attributes]]
+# By the numbers of envs, what they are asked again.
+Questions = Mapping[int, Sequence[EnvQuestion]]
+# Called with a lost worker, its envs and the reason; returns what the new envs are asked first.
+WorkerLost = Callable[[int, range, str], Questions]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Backend(ABC):
     num_workers: int
     """Workers that step envs, the caller not counted."""
     first_envs: tuple[int, ...]
+    numbers: Sequence[int]
+    """The numbers of all envs that users know, and that questions have."""
     nouns: Nouns = NOUNS
     user_call: UserCall = MAKE_VEC
     slab: Slab
@@ -81,6 +84,8 @@ class Backend(ABC):
     """How long the user's own ``close()`` waits, and the replacement of an env for the close of the old one."""
     log_flag: memoryview = memoryview(bytes(1))
     """``log_flag[0]`` is not 0 while there are log records to deliver. Workers in other processes set it."""
+    pack: Pack = staticmethod(shared)
+    """Makes of a user's value what can be sent to envs, and again as it was."""
 
     @abstractmethod
     def start(self) -> list[EnvFacts]:
@@ -101,30 +106,18 @@ class Backend(ABC):
         """The mail to and from the envs of `host`."""
 
     @abstractmethod
-    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
-        """Starts to reset some envs; they are pending until somebody waits for them."""
+    def ask(self, question: EnvQuestion) -> None:
+        """Asks envs. Those of a question by row are pending from then on; else `answers` takes what they say.
 
-    @abstractmethod
-    def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Starts to call a method, or to read an attribute, of every env."""
-
-    @abstractmethod
-    def call_wait(self, timeout_s: float | None) -> list[Any]:
-        """The results of `call_async`, one for each env; a Failure where the env raised. Raises WaitTimeout."""
-
-    @abstractmethod
-    def set_attr(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
-        """Sets an attribute of envs, to values by env; returns by env what those have raised that refuse theirs.
-
-        The envs of a worker that was lost are not among these: `Recovery` gives them their values.
+        Raises CannotTravel before anything is sent.
         """
 
-    def kept(self, value: Any, name: str) -> Any:
-        """A value for the envs, in a form that can be sent again as it was. name: for errors. Raises CannotTravel.
+    @abstractmethod
+    def answers(self, timeout_s: float | None) -> list[Any]:
+        """What each env has answered, a Failure where it raised. Raises WaitTimeout.
 
-        In one process an object that is no plain data stays shared: the envs may be meant to share it.
+        None for the envs of a worker that was lost, if the new ones are asked again.
         """
-        return copied_if_plain(value)
 
     @abstractmethod
     def restart(self, restart: Restart) -> bool:
@@ -153,12 +146,9 @@ class Backend(ABC):
         anything, and none does in a forked child.
         """
 
-    def resets_by_host(self, env_ids: Array, arguments: ResetArguments) -> Iterator[tuple[int, Reset]]:
-        """Yields each host that steps some of `env_ids`, with the reset of those envs."""
-        seeds = dict(zip(env_ids.tolist(), arguments.seeds, strict=True))
-        for host, (first, last) in enumerate(itertools.pairwise(self.first_envs)):
-            if mine := [env for env in seeds if first <= env < last]:
-                yield host, Reset(mine, dataclasses.replace(arguments, seeds=[seeds[env] for env in mine]))
+    def asked(self, question: EnvQuestion) -> Array:
+        """The indices of the envs that a question asks."""
+        return np.array([env for env, number in enumerate(self.numbers) if question.asks(number)], np.int64)
 
     def whole(self) -> Whole:
         """Closes the vector env where the body ends halfway: its envs would be out of step."""

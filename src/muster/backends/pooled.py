@@ -6,17 +6,16 @@ import contextlib
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from muster._core import Doing
 from muster.backends.base import Backend, CallerOptions, WorkerLost, make_caller
 from muster.errors import ClosedError, WaitTimeout
 from muster.hosts.env_facts import EnvFacts
-from muster.hosts.env_host import EnvHost
-from muster.hosts.failures import Failure, HostFailed, failures_of, to_exception
-from muster.hosts.requests import Attach, Call, EnvCall, HostOptions, ResetArguments, Restart, SetAttr
-from muster.pickling import named_arguments
+from muster.hosts.failures import Failure, HostFailed, to_exception
+from muster.hosts.questions import EnvQuestion
+from muster.hosts.requests import Attach, HostOptions, Restart
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
@@ -26,7 +25,6 @@ from muster.pool.resources import Usage, naming_limits
 from muster.pool.verbs import Answered, BasePool, Lost, Successor
 from muster.pool.watch import WORDS, State, seconds_since
 from muster.recipes.recipe import Recipe
-from muster.spaces.tree import Array
 from muster.transport.slab import Slab, SlabPlan, split_evenly
 
 
@@ -34,6 +32,8 @@ class PooledBackend(Backend):
     """Steps envs in the workers of a pool, whose hooks it has. Hosts 0 to W-1 are the workers."""
 
     holds_signals = True
+    packs = False
+    """Whether a question is packed for its way."""
     pool: BasePool[Any]
 
     def __init__(
@@ -44,18 +44,22 @@ class PooledBackend(Backend):
         self.user_call = recipes[0].call
         self.num_workers = num_workers
         self.first_envs = split_evenly(len(recipes), num_hosts)
+        self.numbers = [recipe.env_index for recipe in recipes]
         self.close_limits = close_limits
         self._hosts = range(num_workers)
         self._attached = self._has_caller = False
-        self._calling: str | None = None
+        self._question: EnvQuestion | None = None  # one that is pending
         self._called_at = 0.0
-        self._answered: dict[int, Answered | Lost] = {}  # by host, to a call that is pending
-        self._results_here: list[Any] = []  # of the envs that the caller steps
+        self._answered: dict[int, Answered | Lost] = {}  # by host, to that
         self._worker_lost: WorkerLost | None = None
 
     def envs_of(self, host: int) -> range:
         """The envs of a host."""
         return range(*self.first_envs[host : host + 2])
+
+    def numbers_of(self, host: int) -> Sequence[int]:
+        """The numbers of these envs."""
+        return self.numbers[slice(*self.first_envs[host : host + 2])]
 
     # ---- starting
 
@@ -79,7 +83,7 @@ class PooledBackend(Backend):
         self._attach = self._attach_message(options)
         try:
             with self._fate():
-                self._ask_all([self._attach] * self.num_workers, self._attach_limit())
+                self._ask_all(dict.fromkeys(self._hosts, self._attach), self._attach_limit())
                 self.pool.take()
         finally:  # those that wait in the core already are rung also where a Ctrl-C ends this
             self._attached = True
@@ -122,51 +126,39 @@ class PooledBackend(Backend):
         if self._has_caller:
             self.caller.closed = True
 
-    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
-        resets = dict(self.resets_by_host(env_ids, arguments))
-        with self.whole():
-            self.caller.request_resets(env_ids)
-            for host, reset in resets.items():
-                self._post(host, reset)
-
     def restart(self, restart: Restart) -> bool:
         with self.whole():
             self._post(self.caller.host_of(restart.env), restart)
         return False
 
-    def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        parts = name.sent_parts() if hasattr(name, "sent_parts") else {"the function": name}
-        request = Call(self._packed((name, args, kwargs), parts | named_arguments(args, kwargs)))
-        self._call([request] * self.num_workers, called(name), lambda host: host.call(name, args, kwargs))
+    def ask(self, question: EnvQuestion) -> None:
+        packed = question.packed(self.pack) if self.packs else question
+        parts = {host: packed.to(self.numbers_of(host)) for host in self._hosts if self._is_asked(question, host)}
+        if question.by_row:
+            self._ask_by_row(question, parts)
+        else:
+            self._ask(question, parts)
 
-    def set_attr(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
-        requests = []
-        for host in self._hosts:
-            mine = {env: values[env] for env in self.envs_of(host) if env in values}
-            parts = {f"values[{env}]": value for env, value in mine.items()}
-            requests.append(SetAttr(self._packed((name, mine), parts)))
-        self._call(requests, f"set_attr({name!r})", lambda host: host.set_attr(name, values))
-        answered = self._answered
-        refused = failures_of(self.call_wait(None))
-        lost = [env for one in answered.values() if isinstance(one, Lost) for env in self.envs_of(one.place)]
-        return {env: failure for env, failure in refused.items() if env not in lost}
+    def _is_asked(self, question: EnvQuestion, host: int) -> bool:
+        return any(map(question.asks, self.numbers_of(host)))
 
-    def _packed(self, value: Any, parts: dict[str, Any]) -> Any:
-        """A user's value on its way to a worker. parts: names of its parts, for errors. Raises CannotTravel."""
-        return value
+    def _ask_by_row(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
+        with self.whole():
+            self.caller.request_resets(self.asked(question))
+            for host, part in parts.items():
+                self._post(host, part)
 
-    def _call(self, requests: Sequence[Call | SetAttr], calling: str, here: Callable[[EnvHost], list[Any]]) -> None:
-        """Asks every worker. here: does the same for envs that this thread steps, where there are some."""
-        if self._calling is not None:  # a call that was interrupted
+    def _ask(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
+        if self._question is not None:  # one that was interrupted
             self.pool.forget(self._hosts)
-        self._answered, self._results_here = {}, []
-        self._calling, self._called_at = calling, time.monotonic()
+        self._answered, self._asked_hosts = {}, [*parts]
+        self._question, self._called_at = question, time.monotonic()
         with self._fate(), Uninterrupted():
-            self._ask_all(requests, None)
+            self._ask_all(parts, None)
 
-    def call_wait(self, timeout_s: float | None) -> list[Any]:
+    def answers(self, timeout_s: float | None) -> list[Any]:
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
-        while owed := [host for host in self._hosts if host not in self._answered]:
+        while owed := [host for host in self._asked_hosts if host not in self._answered]:
             self._require_not_closed()
             left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
             with self._fate():
@@ -176,26 +168,29 @@ class PooledBackend(Backend):
                 raise WaitTimeout(
                     f"call_wait(timeout={timeout_s}): {_named(owed)} not answered; the call stays pending"
                 )
-        results = [result for host in self._hosts for result in self._results_of(self._answered[host])]
-        self._calling, self._answered = None, {}
-        return results + self._results_here
+        answers = [answer for host in self._hosts for answer in self._answers_of(host)]
+        self._question, self._answered = None, {}
+        return answers
 
-    def _results_of(self, one: Answered | Lost) -> list[Any]:
+    def _answers_of(self, host: int) -> list[Any]:
+        one, envs = self._answered.get(host), self.numbers_of(host)
         if isinstance(one, Answered):
-            return [self._opened(one.place, i, result) for i, result in enumerate(one.content)]
+            return self._opened(host, one.content)
+        if one is None or (self._question is not None and self._question.key is not None):
+            return [None] * len(envs)
         about = type(one.error).__name__, str(one.error), "", one.error
-        return [Failure(env, one.place, None, *about) for env in self.envs_of(one.place)]
+        return [Failure(env, host, None, *about) for env in envs]
 
-    def _opened(self, host: int, i: int, result: Any) -> Any:
-        """The result of a host's i-th env, as it has come."""
-        return result
+    def _opened(self, host: int, answers: list[Any]) -> list[Any]:
+        """The answers of a host's envs, as they have come."""
+        return answers
 
     def _post(self, host: int, request: object) -> None:
         self.pool.post(host, self.pool.sealed(request), self._limit(host))
 
-    def _ask_all(self, requests: Sequence[object], limit: Limit | None) -> None:
-        """Asks every worker. limit: None for that of the envs' steps."""
-        for host, sealed in self.pool.sealed_by_place(dict(enumerate(requests))):
+    def _ask_all(self, questions: Mapping[int, object], limit: Limit | None) -> None:
+        """Asks workers. limit: None for that of the envs' steps."""
+        for host, sealed in self.pool.sealed_by_place(questions):
             self.pool.ask(host, sealed, limit or self._limit(host))
 
     def _limit(self, host: int) -> Limit | None:
@@ -235,8 +230,8 @@ class PooledBackend(Backend):
 
     def doing(self, place: int) -> str:
         """What a worker is doing, in words."""
-        if self._owes_result(place):
-            return f"answering {self._calling} for {time.monotonic() - self._called_at:.3g} s"
+        if self._question is not None and self._owes_answer(place):
+            return f"{self._question.words} for {time.monotonic() - self._called_at:.3g} s"
         if not self._attached:
             return "mapping the slab"
         return doing_in(self.slab, place, self._busy(place))
@@ -263,8 +258,8 @@ class PooledBackend(Backend):
     def _busy(self, host: int) -> list[int]:
         return [env for env in self.envs_of(host) if self.caller.is_pending(env) and not self.caller.finished(env)]
 
-    def _owes_result(self, host: int) -> bool:
-        return self._calling is not None and host not in self._answered and self.caller.calling
+    def _owes_answer(self, host: int) -> bool:
+        return host in self._asked_hosts and host not in self._answered and self.caller.calling
 
 
 def doing_in(slab: Slab, host: int, busy: Sequence[int]) -> str:
@@ -275,11 +270,6 @@ def doing_in(slab: Slab, host: int, busy: Sequence[int]) -> str:
     if busy:
         return f"about to step envs {', '.join(map(str, busy))}"
     return "waiting for the caller"
-
-
-def called(name: str | EnvCall) -> str:
-    """A call in words: ``call('render')``."""
-    return f"call({name!r})" if isinstance(name, str) else "call()"
 
 
 def _named(hosts: Sequence[int]) -> str:

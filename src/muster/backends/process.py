@@ -5,38 +5,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muster.arguments import one_of, seconds, whole
 from muster.backends.base import (
-    Attributes,
     CallerOptions,
+    Questions,
     attach_local_host,
     close_here,
     raise_local_interrupt,
 )
 from muster.backends.pooled import PooledBackend
 from muster.envs.quiet_atari import no_banner_meanwhile
-from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, to_exception
+from muster.hosts.questions import Again, EnvQuestion, opened, packer
 from muster.hosts.recipe_plans import plans_of
-from muster.hosts.requests import (
-    Attach,
-    Call,
-    EnvPlan,
-    HostOptions,
-    Packed,
-    ResetArguments,
-    Restart,
-    SetAgain,
-    SetAttr,
-    opened,
-    packed,
-)
-from muster.introspection import type_name
+from muster.hosts.requests import Attach, EnvPlan, HostOptions, Restart
 from muster.pickling import UserCall
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import AT_ONCE, CloseLimits
@@ -51,7 +38,6 @@ from muster.pool.verbs import Successor
 from muster.pool.worker_process import close_own, own
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import Recipe
-from muster.spaces.tree import Array
 from muster.transport.big_arrays import memfd
 from muster.transport.channel import watched_s
 from muster.transport.mail import LocalMail, Mail, SharedMail
@@ -117,6 +103,7 @@ def with_hints(nouns: Nouns, call: UserCall, num_envs: int, num_workers: int, he
 class ProcessBackend(PooledBackend):
     """Steps envs in worker processes. Hosts 0 to W-1 are the workers; with `caller_steps` host W is the caller."""
 
+    packs = True
     pool: Pool
 
     def __init__(self, recipes: Sequence[Recipe], options: ProcessOptions) -> None:
@@ -124,6 +111,7 @@ class ProcessBackend(PooledBackend):
         super().__init__(recipes, options.num_workers, num_hosts, options.nouns, options.close_limits)
         self._options = options
         self._context = options.processes.context
+        self.pack = packer(self.user_call, forked=self._context == "fork")
         self._owner = os.getpid()
         self._has_pool = self._closed = False
         self._closer: int | None = None
@@ -215,18 +203,18 @@ class ProcessBackend(PooledBackend):
         assert self._mail is not None
         return self._mail
 
-    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
-        # First of all: if the options cannot travel, the vector env stays as it was.
-        options = self._packed_options(arguments.options)
-        resets = dict(self.resets_by_host(env_ids, dataclasses.replace(arguments, options=options)))
-        local = resets.pop(self.num_workers, None)
-        with self._answering_here(self._local, env_ids):
-            with self.whole():
-                self.caller.request_resets(env_ids)
-                for host, reset in resets.items():
-                    self._post(host, reset)
-            if self._local is not None and local is not None:
-                self._local.reset(local.env_ids, dataclasses.replace(arguments, seeds=local.arguments.seeds))
+    def _ask_by_row(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
+        with self._answering_here(self._local, self.asked(question)):
+            super()._ask_by_row(question, parts)
+            if self._local is not None:
+                self._local.answer(question)
+
+    def _ask(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
+        super()._ask(question, parts)
+        self._answers_here = [] if self._local is None else self._local.answer(question)
+
+    def answers(self, timeout_s: float | None) -> list[Any]:
+        return super().answers(timeout_s) + self._answers_here
 
     def restart(self, restart: Restart) -> bool:
         host = self.caller.host_of(restart.env)
@@ -234,9 +222,9 @@ class ProcessBackend(PooledBackend):
         with self.whole():
             if replaces:
                 reason = f"{self.nouns.env(host, restart.env)} raised"
-                successor = self._successor(host, {restart.env: restart.attributes})
+                successor = self._successor(host, {self.numbers[restart.env]: restart.again})
                 self.pool.replace(host, reason, successor, self.close_limits)
-            options = self._packed_options(restart.options)
+            options = self.pack(restart.options, {"options": restart.options})
             rebuilds = restart.rebuilds and not replaces
             self._post(host, dataclasses.replace(restart, options=options, rebuilds=rebuilds))
         return replaces
@@ -245,31 +233,14 @@ class ProcessBackend(PooledBackend):
         host = self.caller.host_of(env)
         return host < self.num_workers and len(self.envs_of(host)) == 1
 
-    def _call(self, requests: Sequence[Call | SetAttr], calling: str, here: Callable[[EnvHost], list[Any]]) -> None:
-        super()._call(requests, calling, here)
-        if self._local is not None:
-            self._results_here = here(self._local)
-
-    def kept(self, value: Any, name: str) -> Packed:
-        return self._packed(value, {name: value})
-
-    def _opened(self, host: int, i: int, result: Any) -> Any:
-        try:
-            return opened(result)
-        except CannotTravel as error:
-            return Failure(self.first_envs[host] + i, host, None, type_name(error), str(error), "", error)
+    def _opened(self, host: int, answers: list[Any]) -> list[Any]:
+        return opened(answers, self.numbers_of(host), host)
 
     def _limit(self, host: int) -> Limit | None:
         limit_s = self._options.step_timeout_s
         if limit_s is None:
             return None
         return Limit(limit_s * len(self.envs_of(host)), f"{self.nouns.step_timeout}={limit_s} for each env")
-
-    def _packed_options(self, options: Any) -> Packed:
-        return self._packed(options, {"options": options})
-
-    def _packed(self, value: Any, parts: dict[str, Any]) -> Packed:
-        return packed(value, parts, self.user_call, forked=self._context == "fork")
 
     def processes(self) -> list[tuple[int | None, Usage]]:
         here = [(os.getpid(), self._own_usage_at_start)] if self._local is not None else []
@@ -307,10 +278,10 @@ class ProcessBackend(PooledBackend):
         # Called before the successor starts: it may raise because there have been too many restarts.
         return self._successor(place, self._worker_lost(place, self.envs_of(place), reason))
 
-    def _successor(self, host: int, attributes: Mapping[int, Attributes]) -> Successor:
+    def _successor(self, host: int, questions: Questions) -> Successor:
         plan: EnvPlan = self.pool.plans[host].content
         content = EnvPlan(plan.recipes, plan.first_env, attach=self._attach)
-        return Successor(content, [SetAgain(attributes)])
+        return Successor(content, [Again(questions)])
 
     # ---- closing
 

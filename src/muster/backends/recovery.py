@@ -19,10 +19,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from muster._core import Command, InfoSchema, Status
-from muster.backends.base import Attributes, Backend
+from muster.backends.base import Backend
 from muster.errors import more
-from muster.hosts.failures import Failure
-from muster.hosts.requests import KeptAttributes, Restart
+from muster.hosts.questions import EnvQuestion, Kept
+from muster.hosts.requests import Restart
 from muster.introspection import caller_stacklevel
 from muster.pool.closing import AT_ONCE
 from muster.pool.place import Budget
@@ -58,7 +58,7 @@ class Recovery:
         self.lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by the envs that were pending then
         self._restarts: dict[int, _Restart] = {}  # by env, until the row of the restart is delivered
-        self._attributes = KeptAttributes(num_envs, backend.kept)
+        self._kept = Kept(backend.numbers, backend.pack)
         self._need_processes: set[int] = set()  # envs that could not be built again in the process that they were in
         self._told_lost: set[str] = set()  # names of lost attributes that a warning has told of
         self._caller.keep_rows(backend.slab.obs.arrays)
@@ -74,14 +74,19 @@ class Recovery:
             chosen.append(self._new_seed(env) if lost and seed is None else seed)
         return chosen
 
-    def set_attr(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
-        """As `Backend.set_attr`; keeps the values that envs have accepted for those that are built again."""
-        return self._attributes.set(name, values, lambda: self._backend.set_attr(name, values))
+    def answers_to(self, question: EnvQuestion) -> list[Any]:
+        """As `Backend.answers`, of a question that is asked now, and again of envs that are built again."""
 
-    def worker_died(self, host: int, envs: range, reason: str) -> dict[int, Attributes]:
+        def ask() -> list[Any]:
+            self._backend.ask(question)
+            return self._backend.answers(None)
+
+        return self._kept.asked(question, ask)
+
+    def worker_died(self, host: int, envs: range, reason: str) -> dict[int, list[EnvQuestion]]:
         """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost.
 
-        Returns what is to be set in the new envs.
+        Returns what the new envs are asked first.
         """
         self._count(host, reason)
         pending = self._caller.lose_host(host)
@@ -89,7 +94,7 @@ class Recovery:
         for env in envs:
             self._records["restarts"][env] += 1
             (self._reasons if env in pending else self.lost)[env] = reason
-        return {env: self._attributes[env] for env in envs}
+        return self._kept.of(self._backend.numbers[envs.start : envs.stop])
 
     def split(self, ids: Array) -> tuple[Array, Array]:
         """Splits envs that are about to be stepped into those that can be, and those in `lost`."""
@@ -189,7 +194,9 @@ class Recovery:
         resets_now = not restart.truncates or self._mode is AutoresetMode.SAME_STEP
         seed = self._new_seed(env)
         elsewhere = env in self._need_processes
-        order = Restart(env, seed, restart.options, resets_now, rebuilds, elsewhere, self._attributes[env])
+        number = self._backend.numbers[env]
+        again = self._kept.of([number])[number]
+        order = Restart(env, seed, restart.options, resets_now, rebuilds, elsewhere, again)
         if self._backend.restart(order):
             self._infos.forget(self._caller.host_of(env))
         else:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from muster.backends.base import Backend, CallerOptions, attach_local_host, close_here, make_caller
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
-from muster.hosts.failures import Failure, failures_of, to_exception
-from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
+from muster.hosts.failures import Failure, to_exception
+from muster.hosts.questions import EnvQuestion
+from muster.hosts.requests import HostOptions, Restart
 from muster.pickling.main_module import Init
 from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
@@ -19,7 +20,6 @@ from muster.pool.resources import Usage, usage_of
 from muster.pool.unique_indices import UniqueIndices
 from muster.pool.watch import Activity
 from muster.recipes.recipe import Recipe
-from muster.spaces.tree import Array
 from muster.transport.mail import LocalMail, Mail
 from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
@@ -50,7 +50,7 @@ class SerialBackend(Backend):
         self._is_callers = info is None  # else a worker's, whose caller says what it waits for
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
         self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker, activity=activity)
-        self.envs = self._env_host.envs
+        self.envs, self.numbers = self._env_host.envs, self._env_host.numbers
         self._mail = LocalMail()
         self._unique_indices = UniqueIndices()
 
@@ -71,19 +71,17 @@ class SerialBackend(Backend):
     def mail_of(self, host: int) -> Mail:
         return self._mail
 
-    def reset(self, env_ids: Array, arguments: ResetArguments) -> None:
+    def ask(self, question: EnvQuestion) -> None:
+        if not question.by_row:
+            self._answers = self._env_host.answer(question)
+            return
+        env_ids = self.asked(question)
         with self._answering_here(self._env_host, env_ids):
             self.caller.request_resets(env_ids)
-            self._env_host.reset(env_ids.tolist(), arguments)
+            self._env_host.answer(question)
 
-    def call_async(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._results = self._env_host.call(name, args, kwargs)
-
-    def call_wait(self, timeout_s: float | None) -> list[Any]:
-        return self._results
-
-    def set_attr(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
-        return failures_of(self._env_host.set_attr(name, values))
+    def answers(self, timeout_s: float | None) -> list[Any]:
+        return self._answers
 
     def restart(self, restart: Restart) -> bool:
         with self.whole():

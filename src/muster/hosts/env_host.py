@@ -10,14 +10,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from muster._core import Doing, Stepper
-from muster.envs.attributes import get_attribute, set_attribute
 from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch, more
 from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
 from muster.hosts.failures import AttributesLost, Failure, about_gym, reset_note
-from muster.hosts.requests import EnvCall, HostOptions, ResetArguments, Restart
+from muster.hosts.questions import EnvQuestion, shared
+from muster.hosts.requests import HostOptions, Restart
 from muster.introspection import type_name
-from muster.pickling import copied_if_plain, find_culprits
+from muster.pickling import find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
 from muster.pool.resources import limit_behind, own_memory_bytes
 from muster.pool.set_up import about_script
@@ -59,6 +59,7 @@ class EnvHost:
         self.recipes = list(recipes)
         self.info = info
         self.first_env = first_env
+        self.numbers = [recipe.env_index for recipe in self.recipes]  # those that users know: a collector's begin later
         self.dumps = dumps
         self.envs: list[Any] = []
         self._stepped: list[Any] = []  # what the stepper calls for each env: most often the same list
@@ -103,7 +104,7 @@ class EnvHost:
     def info_of(self, i: int) -> WorkerInfo:
         """The WorkerInfo that code of env i sees, see `muster.get_worker_info`."""
         own = self.info.unique_indices[i : i + 1]
-        return dataclasses.replace(self.info, env_index=self.recipes[i].env_index, unique_indices=own)
+        return dataclasses.replace(self.info, env_index=self.numbers[i], unique_indices=own)
 
     def _build_one(self, i: int) -> BuiltEnv:
         with self._activity.of(Doing.BUILDING, self.first_env + i), worker_info_context(self.info_of(i)):
@@ -224,20 +225,50 @@ class EnvHost:
 
     # ---- commands
 
-    def reset(self, env_ids: Sequence[int], arguments: ResetArguments) -> None:
-        """Resets some envs; each result is published as soon as it is there."""
-        known = [seed for seed in arguments.seeds if seed is not None]
-        if known and self.dumps is not None:  # in the caller's own process the global generators belong to the user
-            # Neighbouring seeds, and neighbouring workers, must not share random numbers.
-            seed_globals([*known, self.info.worker_index])
+    def answer(self, question: EnvQuestion) -> list[Any]:
+        """Carries out a question: the answer of each env, a Failure where it raised, None where it is not asked.
+
+        A question by row is answered by rows instead, each published as soon as it is there.
+        """
+        if question.by_row:
+            self._answer_by_rows(question)
+            return []
+        return [self._answered(question, i) if question.asks(env) else None for i, env in enumerate(self.numbers)]
+
+    def _answered(self, question: EnvQuestion, i: int) -> Any:
+        try:
+            with self._activity.of(Doing.TALKING, self.first_env + i), worker_info_context(self.info_of(i)):
+                return question.on(self, i)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and self.dumps is None:
+                raise  # the caller's own Ctrl-C
+            return self.failure(i, error)
+
+    def _answer_by_rows(self, question: EnvQuestion) -> None:
         interrupt: BaseException | None = None
-        for env, seed in zip(env_ids, arguments.seeds, strict=True):
-            i = env - self.first_env
+        for i in [i for i, env in enumerate(self.numbers) if question.asks(env)]:
             if (refusal := interrupt or self._misfits[i] or self._unset.pop(i, None)) is not None:
                 self.stepper.refuse(i, refusal)
                 continue
-            error = self.stepper.reset_env(i, seed, arguments.options, arguments.passes_options)
+            try:
+                error = question.on(self, i)
+            except Exception as refused:
+                self.stepper.refuse(i, refused)
+                continue
             interrupt = error if self.dumps is None else None  # the caller's own Ctrl-C: the rest fail with it
+
+    def facts_of(self, i: int) -> EnvFacts:
+        """The facts of env i as it is now."""
+        return facts_of(self.envs[i])
+
+    def seed_globals(self, seeds: Sequence[int]) -> None:
+        """Seeds the global generators by these, if any; in the caller's own process they belong to the user."""
+        if seeds and self.dumps is not None:
+            seed_globals([*seeds, self.info.worker_index])
+
+    def reset_env(self, i: int, seed: int | None, options: Any, passes_options: bool) -> BaseException | None:
+        """Resets env i, and publishes its row; returns the Ctrl-C with which that has ended."""
+        return self.stepper.reset_env(i, seed, options, passes_options)
 
     def refuse(self, env_ids: Sequence[int], error: Exception) -> None:
         """Answers the pending requests of some envs with an exception."""
@@ -247,8 +278,8 @@ class EnvHost:
     def restart(self, restart: Restart) -> None:
         """Answers the pending request of an env with a new episode."""
         i = restart.env - self.first_env
-        if not restart.rebuilds and restart.seed is not None and self.dumps is not None:  # in a new process
-            seed_globals([restart.seed, self.info.worker_index])
+        if not restart.rebuilds and restart.seed is not None:  # in a new process
+            self.seed_globals([restart.seed])
         if restart.rebuilds:
             try:
                 error = self._close_one(i, self._built[i])
@@ -257,7 +288,7 @@ class EnvHost:
                 self._built[i] = self._build_one(i)
                 self._misfits[i] = self._misfit(i, self._built[i].env)
                 self.envs[i] = self._built[i].env
-                self.set_again({restart.env: restart.attributes})
+                self.again({self.numbers[i]: restart.again})
             except BaseException as error:
                 self.stepper.refuse(i, error)
                 return
@@ -270,45 +301,17 @@ class EnvHost:
         else:
             self.stepper.acknowledge(i)
 
-    def call(self, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The result of ``env.name(*args, **kwargs)``, or the attribute, for each env; a Failure where it raised."""
-        return self._for_each(lambda i, env: _call(env, self.first_env + i, name, args, kwargs))
-
-    def set_attr(self, name: str, values: Mapping[int, Any]) -> list[Failure | None]:
-        """Sets an attribute of envs to their own values, by env."""
-
-        def act(i: int, env: Any) -> None:
-            if self.first_env + i in values:
-                value = values[self.first_env + i]
-                if isinstance(value, CannotTravel):
-                    raise value
-                set_attribute(env, name, value)
-
-        return self._for_each(act)
-
-    def set_again(self, attributes: Mapping[int, Mapping[str, Any]]) -> None:
-        """Sets attributes of new envs, by env and name. What cannot be set is the answer to the env's next request."""
-        for env, of_env in attributes.items():
-            i, reasons = env - self.first_env, {}
-            for name, value in of_env.items():
-                if self.dumps is None:  # the env may change it
-                    value = copied_if_plain(value)
-                if (failure := self.set_attr(name, {env: value})[i]) is not None:
-                    reasons[name] = f"{failure.type_name}: {failure.message}"
+    def again(self, questions: Mapping[int, Sequence[EnvQuestion]]) -> None:
+        """Asks new envs again, by number. Where one refuses, that is the answer to its next request."""
+        for env, of_env in questions.items():
+            i, reasons = self.numbers.index(env), {}
+            for question in of_env:
+                # An env of the caller's process may change the value.
+                answer = self._answered(question if self.dumps else question.packed(shared), i)
+                if isinstance(answer, Failure):
+                    reasons[f"{question.key}"] = f"{answer.type_name}: {answer.message}"
             if reasons:
                 self._unset[i] = AttributesLost(reasons)
-
-    def _for_each(self, act: Callable[[int, Any], Any]) -> list[Any]:
-        results = []
-        for i, env in enumerate(self.envs):
-            try:
-                with self._activity.of(Doing.TALKING, self.first_env + i), worker_info_context(self.info_of(i)):
-                    results.append(act(i, env))
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) and self.dumps is None:
-                    raise  # the caller's own Ctrl-C
-                results.append(self.failure(i, error))
-        return results
 
     def close(self, on_closing: Callable[[int], None] | None = None) -> list[Failure]:
         """Closes the envs and releases what was built for them. Raises nothing; returns what was raised.
@@ -354,8 +357,7 @@ class EnvHost:
         hints = advice, about_script(error, begins=not step), limit_behind(error), _about(error, in_process), of_gym
         return Failure.of(
             error,
-            # The index that users know: a collector's first env is not always env 0.
-            self.recipes[i].env_index if self.recipes else self.first_env + i,
+            self.numbers[i] if self.numbers else self.first_env + i,
             self.info.worker_index,
             step,
             self.dumps,
@@ -380,13 +382,6 @@ def _about(error: BaseException, in_process: str) -> str:
         taken = "If the env does that, another program listens there: begin at another number, or bind port 0."
         return f"Another env, or another program, listens there. {own} {taken}{more('problems/ports-and-devices')}"
     return more("tasks/restarts").strip() if isinstance(error, SystemExit) else ""
-
-
-def _call(env: Any, index: int, name: str | EnvCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not isinstance(name, str):
-        return name(env, index, *args, **kwargs)
-    value = get_attribute(env, name)
-    return value(*args, **kwargs) if callable(value) else value
 
 
 class _Permitted:

@@ -8,9 +8,10 @@ from typing import Any
 from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
-from muster.hosts.failures import Failure, HostFailed, not_sent_there
+from muster.hosts.failures import Failure, HostFailed
+from muster.hosts.questions import Again, EnvQuestion, sent
 from muster.hosts.recipe_plans import RecipeResident
-from muster.hosts.requests import Attach, Call, EnvPlan, Reset, Restart, SetAgain, SetAttr
+from muster.hosts.requests import Attach, EnvPlan, Restart
 from muster.pool.worker import Here
 from muster.transport.mail import SharedMail
 from muster.transport.slab import Slab, SlabPlan
@@ -35,30 +36,23 @@ class EnvResident(RecipeResident):
         return self.host.facts() if self._is_new else []
 
     def answer(self, question: Any) -> Any:
-        host = self.host
         match question:
             case Attach():
                 return self._attach(question)
-            case Call(CannotTravel() as refusal) | SetAttr(CannotTravel() as refusal):
-                return self._packed([host.failure(i, refusal) for i in range(len(host.envs))])
-            case Call(arguments):
-                return self._packed(host.call(*arguments))
-            case SetAttr(arguments):
-                return self._packed(host.set_attr(*arguments))
+            case EnvQuestion():
+                return self._sent(self.host.answer(question))
         return super().answer(question)
 
     def take(self, message: Any) -> None:
         match message:
-            case Reset(env_ids, arguments) if isinstance(arguments.options, CannotTravel):
-                self.host.refuse(env_ids, arguments.options)
-            case Reset(env_ids, arguments):
-                self.host.reset(env_ids, arguments)
+            case EnvQuestion():
+                self.host.answer(message)
             case Restart(env, _, CannotTravel() as refusal):
                 self.host.refuse([env], refusal)
             case Restart():
                 self.host.restart(message)
-            case SetAgain(attributes):
-                self.host.set_again(attributes)
+            case Again(questions):
+                self.host.again(questions)
             case _:
                 super().take(message)
 
@@ -78,13 +72,6 @@ class EnvResident(RecipeResident):
         self.host.attach(slab, here.info.worker_index, mail, attach.options)
         self._steps = True
 
-    def _packed(self, results: list[Any]) -> list[Any]:
-        """The results, pickled one by one where they leave this process: one that cannot travel costs no other."""
-        return results if self._here.dumps is None else [self._pickle(i, one) for i, one in enumerate(results)]
-
-    def _pickle(self, i: int, result: Any) -> bytes:
-        assert self._here.dumps is not None
-        try:
-            return self._here.dumps(result)
-        except Exception as error:
-            return self._here.dumps(self.host.failure(i, not_sent_there(result, error, self.host.recipes[0].call)))
+    def _sent(self, answers: list[Any]) -> list[Any]:
+        dumps, host = self._here.dumps, self.host
+        return answers if dumps is None else sent(answers, dumps, host.recipes[0].call, host.failure)

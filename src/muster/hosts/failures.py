@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -56,6 +56,11 @@ class Failure:
         trace = "".join(traceback.format_exception(error))
         sent = error if dumps is None else portable(error, dumps)
         return cls(env_index, worker_index, step, type_name(error), message_of(error), trace, sent, **more)
+
+    def portable(self, dumps: Callable[[object], bytes]) -> Failure:
+        """This failure as it leaves its process. dumps: pickles for who gets it."""
+        error = self.exception
+        return replace(self, exception=portable(error, dumps)) if isinstance(error, BaseException) else self
 
     def original(self) -> BaseException | None:
         """The original exception, where it can be rebuilt."""

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 
 from muster.envs.attributes import get_attribute
-from muster.hosts.requests import EnvCall
+from muster.hosts.questions import EnvCall
 from muster.pickling import named_arguments
 
 

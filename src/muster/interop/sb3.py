@@ -21,7 +21,7 @@ from muster.arguments import explains_keywords, with_ints
 from muster.backends.base import Backend
 from muster.errors import ConfigError, WrongType
 from muster.extras import imports_for
-from muster.hosts.requests import EnvCall, ResetArguments
+from muster.hosts.questions import EnvCall
 from muster.interop.env_calls import (
     CallMethod,
     GetAttribute,
@@ -220,7 +220,7 @@ def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[s
         return
     envs.require_idle("reset")
     for env, one in enumerate(options):
-        envs.reset_some(np.array([env]), ResetArguments(seeds[env : env + 1], one, passes_options=bool(one)))
+        envs.reset_some(np.array([env]), seeds[env : env + 1], one, passes_options=bool(one))
 
 
 class _Envs(VectorEnv):
@@ -240,8 +240,7 @@ class _Envs(VectorEnv):
             super().reset_async(seed=seed, options=options)
             return
         self.require_idle("reset")
-        arguments = ResetArguments(seeds_of(seed, self.num_envs), None, passes_options=False)
-        self.reset_some(np.arange(self.num_envs), arguments)
+        self.reset_some(np.arange(self.num_envs), seeds_of(seed, self.num_envs), None, passes_options=False)
 
 
 class DummyVecEnv(MusterVecEnv):

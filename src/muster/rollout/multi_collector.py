@@ -20,7 +20,7 @@ from muster.arguments import explains_keywords, whole
 from muster.backends.process import check_pool
 from muster.envs.adapt import adapted_recipes, with_torchrl
 from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError
-from muster.hosts.requests import KeptAttributes
+from muster.hosts.questions import Call, EnvQuestion, Kept, SetAttr, Spaces
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
 from muster.pool.closing import CLOSE_S, limits_of
@@ -204,10 +204,10 @@ class MultiCollector(BatchSource):
         }
         return StayingCollector(Collector(envs, self.policy, **for_each))
 
-    def _on_nodes(self, plan: PoolPlan, weights_fd: int, attributes: KeptAttributes) -> Fleet:
+    def _on_nodes(self, plan: PoolPlan, weights_fd: int, kept: Kept) -> Fleet:
         assert self._cluster is not None
         engine = RayEngine(self._cluster) if isinstance(self._cluster, RayCluster) else self._cluster
-        self._fleet = Fleet(plan, attributes, engine)
+        self._fleet = Fleet(plan, kept, engine)
         return self._fleet
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -250,8 +250,8 @@ class MultiCollector(BatchSource):
         Envs are called between batches, in the order of their indices among all. With ``sync=False`` each collector
         first ends the batch that it has begun, which the next iterations return. Raises EnvError, UsageError.
         """
-        with self._between_batches():
-            return self._collectors.call(name, args, kwargs)
+        results: tuple[Any, ...] = self.ask(Call.of(name, args, kwargs))
+        return results
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """The attribute `name` of every env, looked up through wrappers; see `call`."""
@@ -262,9 +262,7 @@ class MultiCollector(BatchSource):
 
         With ``on_failure="restart"`` it is set again in an env that is built again.
         """
-        by_env = values_of(name, values, self._num_envs)
-        with self._between_batches():
-            self._collectors.set_attr(name, by_env)
+        self.ask(SetAttr(name, values_of(name, values, self._num_envs)))
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""
@@ -302,8 +300,13 @@ class MultiCollector(BatchSource):
 
     @cached_property
     def _spaces(self) -> tuple[Space[Any], Space[Any]]:
+        spaces: tuple[Space[Any], Space[Any]] = self.ask(Spaces())
+        return spaces
+
+    def ask(self, question: EnvQuestion) -> Any:
+        """The joined answers of all envs to a question, between batches; see `call`."""
         with self._between_batches():
-            return self._collectors.spaces()
+            return self._collectors.ask(question)
 
     def _give_up(self) -> None:
         self._collectors.give_up()
@@ -424,17 +427,9 @@ class StayingCollector:
         storage = self._collector.collect_storage()
         return Filled(storage, 0, np.full(storage.N, self._collector.acting_version))
 
-    def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Between batches `VectorEnv.call` on all envs, in the order of their indices among all."""
-        return tuple(self._collector.envs.call(name, *args, **kwargs))
-
-    def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
-        """Between batches `VectorEnv.set_attr` with a value for each env."""
-        self._collector.envs.set_attr(name, [*values.values()])
-
-    def spaces(self) -> tuple[Space[Any], Space[Any]]:
-        """One env's observation and action spaces."""
-        return self._collector.envs.single_observation_space, self._collector.envs.single_action_space
+    def ask(self, question: EnvQuestion) -> Any:
+        """The joined answers of all envs to a question, between batches."""
+        return self._collector.envs.ask(question)
 
     def give_up(self) -> None:
         """Drops what is under way: the next batches begin new episodes in all envs."""

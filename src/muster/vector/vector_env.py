@@ -9,7 +9,6 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 import gymnasium
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from muster._core import SLICE_NS, Status, Unusual, end_threads, verb
 from muster.errors import CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.hosts.failures import Failure, failures_of
-from muster.hosts.requests import EnvCall, ResetArguments
+from muster.hosts.questions import Call, EnvCall, EnvQuestion, Reset, SetAttr
 from muster.pool.closing import CloseLimits, close_abandoned
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
@@ -89,15 +88,19 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         if options is not None and "reset_mask" in options:
             options = dict(options)
             ids = np.flatnonzero(checks.reset_mask_of(options.pop("reset_mask"), self.num_envs))
-        self.reset_some(ids, ResetArguments([seeds[i] for i in ids.tolist()], options))
+        self.reset_some(ids, [seeds[i] for i in ids.tolist()], options)
 
     @verb
-    def reset_some(self, ids: Array, arguments: ResetArguments) -> None:
-        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked `arguments`."""
+    def reset_some(self, ids: Array, seeds: Sequence[int | None], options: Any, passes_options: bool = True) -> None:
+        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked the arguments.
+
+        passes_options: whether ``env.reset`` gets the keyword `options` at all.
+        """
         if self._recovery is not None:
-            seeds = self._recovery.seeds_for_reset(ids, arguments.seeds, arguments.options)
-            arguments = replace(arguments, seeds=seeds)
-        self._backend.reset(ids, arguments)
+            seeds = self._recovery.seeds_for_reset(ids, seeds, options)
+        numbers = self._backend.numbers
+        by_number = {numbers[env]: seed for env, seed in zip(ids.tolist(), seeds, strict=True)}
+        self._backend.ask(Reset(by_number, options, passes_options))
 
     @verb
     def reset_wait(
@@ -188,7 +191,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         checks.require_callable(name)
         self._caller.calling = True
         try:
-            self._backend.call_async(name, args, kwargs)
+            self._backend.ask(Call.of(name, args, kwargs))
         except BaseException:
             self._caller.calling = False
             raise
@@ -199,7 +202,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.require_open()
         if not self._caller.calling:
             raise NotPendingError("call_wait() without call_async() before it", "call")
-        results: list[Any] = self._backend.call_wait(checks.timeout_of(timeout))
+        results: list[Any] = self._backend.answers(checks.timeout_of(timeout))
         self._caller.calling = False
         if failures := [*failures_of(results).values()]:
             self._raise_all(failures, None)
@@ -213,15 +216,27 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def set_attr(self, name: str, values: Any) -> None:
         """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
         self.require_idle("set_attr")
-        if failures := [*self.set_each(name, checks.values_of(name, values, self.num_envs)).values()]:
-            self._raise(failures, None)
+        by_env = checks.values_of(name, values, self.num_envs)
+        self.ask(SetAttr(name, dict(zip(self._backend.numbers, by_env.values(), strict=True))))
 
     @verb
-    def set_each(self, name: str, values: Mapping[int, Any]) -> Mapping[int, Failure]:
-        """Sets the attribute `name` of envs, to `values` by env; returns the failures of those that refuse theirs."""
+    def ask(self, question: EnvQuestion) -> Any:
+        """The joined answers of all envs to a question that is answered by messages."""
+        answers: list[Any] = self.answers_to(question)
+        if failures := [*failures_of(answers).values()]:
+            self._raise(failures, None)
+        return question.joined(answers)
+
+    @verb
+    def answers_to(self, question: EnvQuestion) -> list[Any]:
+        """The answers of all envs, among them the failures of those that have raised."""
+        self.require_idle("ask")
         self._caller.calling = True
         try:
-            return (self._recovery or self._backend).set_attr(name, values)
+            if (recovery := self._recovery) is not None:
+                return recovery.answers_to(question)
+            self._backend.ask(question)
+            return self._backend.answers(None)
         finally:
             self._caller.calling = False
 

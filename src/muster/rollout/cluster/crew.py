@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 from muster.errors import ConfigError, NodeLost
-from muster.hosts.requests import KeptAttributes
+from muster.hosts.questions import Kept
 from muster.introspection import caller_stacklevel
 from muster.pool.closing import close_abandoned
 from muster.pool.deaths import Nouns
@@ -20,7 +20,7 @@ from muster.pool.place import Budget
 from muster.pool.unique_indices import tree
 from muster.rollout.cluster.engine import Engine, HostGone, Ticket
 from muster.rollout.cluster.member import PING_S, SLICE_S, Member, close_all, tell
-from muster.rollout.cluster.node_host import Answered, Attributes, Met, NodePlan, Shared, opened, sealed
+from muster.rollout.cluster.node_host import Answered, Met, NodePlan, Shared, opened, sealed
 from muster.rollout.cluster.node_probe import compare_versions, missing_text, modules_needed, versions_here
 from muster.rollout.cluster.nodes import shares
 from muster.rollout.processes.fates import ReplicaFailed, seed_after
@@ -38,8 +38,8 @@ class Crew:
     seeds: one for each collector, by which successors begin.  notes: what the user is to be told with the next batch.
     """
 
-    def __init__(self, plan: PoolPlan, attributes: KeptAttributes, engine: Engine) -> None:
-        self._plan, self._attributes, self._engine = plan, attributes, engine
+    def __init__(self, plan: PoolPlan, kept: Kept, engine: Engine) -> None:
+        self._plan, self._kept, self._engine = plan, kept, engine
         self._budget = Budget(plan.max_restarts or 0, Nouns("node", pool="the collectors are"))
         self._modules = modules_needed(plan)
         self._owed: dict[Ticket, tuple[Member, str]] = {}
@@ -56,7 +56,7 @@ class Crew:
         places = engine.places(len(plan.plans))
         for index, (place, own) in enumerate(zip(places, shares(len(plan.plans), places), strict=True)):
             envs = range(plan.plans[own.start].envs.start, plan.plans[own.stop - 1].envs.stop)
-            of_node = NodePlan.of(plan.of(own, index, place.policy_device), plan.plans[-1].envs.stop, shared)
+            of_node = NodePlan.of(plan.of(own, index, place.policy_device), shared)
             self.members.append(Member(index, own, envs, of_node))
         for one in plan.plans:
             one.big.clear()  # the nodes' plans have them
@@ -187,7 +187,7 @@ class Crew:
             if versions.warning:
                 warned.append((versions.warning, UserWarning))
         if not error:
-            self.send(member, "start", member.plan, self._seeds_of(member), member.frames, self._kept(member.envs))
+            self.send(member, "start", member.plan, self._seeds_of(member), member.frames, self._kept.of(member.envs))
         elif member.restarts:
             self._lose(member, error)
         else:
@@ -230,9 +230,6 @@ class Crew:
             return seeds
         # A collector's own successors have one number.
         return [seed_after(seed, 0, member.restarts) for seed in seeds]
-
-    def _kept(self, envs: range) -> Attributes:
-        return {env: {name: value.data for name, value in self._attributes[env].items()} for env in envs}
 
     def lost(self, member: Member) -> NodeLost:
         """The error for a node that is lost."""

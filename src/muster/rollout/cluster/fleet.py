@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from muster.errors import ClosedError, SpecMismatch
-from muster.hosts.requests import Call, KeptAttributes, SetAttr
+from muster.hosts.questions import EnvQuestion, Kept
 from muster.introspection import caller_stacklevel
 from muster.pool.notices import say
 from muster.rollout.cluster.crew import Crew, Warned
@@ -20,7 +20,6 @@ from muster.rollout.cluster.member import SLICE_S, Member
 from muster.rollout.cluster.node_host import Image, NodeBatch, Started
 from muster.rollout.collector_set import Filled
 from muster.rollout.processes.batch_memory import BatchLayout
-from muster.rollout.processes.fates import ReplicaFailed
 from muster.rollout.processes.replica_pool import PoolPlan
 from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
@@ -35,9 +34,9 @@ class Fleet:
     masked until its successor is there; nobody waits for that. Otherwise that raises NodeLost.
     """
 
-    def __init__(self, plan: PoolPlan, attributes: KeptAttributes, engine: Engine) -> None:
-        self._plan, self._attributes, self._engine = plan, attributes, engine
-        self._crew = Crew(plan, attributes, engine)
+    def __init__(self, plan: PoolPlan, kept: Kept, engine: Engine) -> None:
+        self._plan, self._kept, self._engine = plan, kept, engine
+        self._crew = Crew(plan, kept, engine)
         self._members = self._crew.members
         self._batches: dict[Member, Ticket] = {}  # the batches under way
         self._ready: deque[Filled] = deque()
@@ -103,35 +102,24 @@ class Fleet:
             orders[member] = "reset", seeds[own.start : own.stop], member.frames
         self._ask_there(orders)
 
-    def call(self, request: Call, words: str) -> list[bytes]:
-        for member in self._members:
+    def ask(self, question: EnvQuestion) -> list[Any]:
+        """As `ReplicaPool.ask`. Nodes that are out of reach are an error where the question needs all envs."""
+
+        def act() -> list[Any]:
+            if question.needs_all:
+                self._require_up(self._members)
+            orders = {member: ("ask", question.to(member.envs)) for member in self._members}
+            answers = self._ask_there(orders) if question.key is not None else self._ask_up(orders)
+            if question.needs_all or not answers:
+                self._require_up([member for member in self._members if member not in answers])
+            return [one for member in self._members for one in answers.get(member) or [None] * len(member.envs)]
+
+        return self._kept.asked(question, act)
+
+    def _require_up(self, members: Sequence[Member]) -> None:
+        for member in members:
             if member.state != "up":
                 raise self._crew.lost(member)
-        answers = self._ask(dict.fromkeys(self._members, ("call", request.arguments.data, words)))
-        for member in self._members:
-            if member not in answers:
-                raise self._crew.lost(member)
-        return [result for results in answers.values() for result in results]
-
-    def set_attr(
-        self, name: str, values: Mapping[int, Any], requests: Mapping[int, SetAttr]
-    ) -> Mapping[int, ReplicaFailed]:
-        def act() -> dict[int, ReplicaFailed]:
-            orders = {}
-            for member in self._members:
-                own = {env: self._attributes[env][name].data for env in member.envs}
-                to = {i: requests[k].arguments.data for i, k in enumerate(member.collectors)}
-                orders[member] = "set_attr", name, own, to
-            return {env: error for refused in self._ask_there(orders).values() for env, error in refused.items()}
-
-        return self._attributes.set(name, values, act)
-
-    def spaces(self) -> bytes:
-        for member in self._crew.up():
-            if answers := self._ask({member: ("spaces",)}):
-                packed: bytes = answers[member]
-                return packed
-        raise self._crew.lost(self._members[0])
 
     def stats(self) -> dict[str, Any]:
         """As of `ReplicaPool`, and for any thread; of a node that does not answer, the last that is known, as stale."""
@@ -298,6 +286,9 @@ class Fleet:
         for member, order in orders.items():
             if member.state == "starting" and member.is_met:
                 self._crew.send(member, *order, awaited=False)
+        return self._ask_up(orders)
+
+    def _ask_up(self, orders: Mapping[Member, tuple[Any, ...]]) -> dict[Member, Any]:
         return self._ask({member: order for member, order in orders.items() if member.state == "up"})
 
     def _hear(self, timeout_s: float) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from muster.errors import ClosedError
-from muster.hosts.requests import Call, KeptAttributes, Packed, SetAttr
+from muster.hosts.questions import EnvQuestion, Kept, unopened
 from muster.pool.closing import CloseLimits
 from muster.pool.notices import say_by
 from muster.pool.place import Plan
@@ -33,8 +33,8 @@ from muster.rollout.processes.shared_weights import WeightShapes, install
 from muster.rollout.storage import Final, LastInfos, Loss
 from muster.transport.big_arrays import memfd, memory_of
 
-Attributes = Mapping[int, Mapping[str, bytes]]
-"""By env and name the values that `set_attr` has set last, packed."""
+Questions = Mapping[int, Sequence[EnvQuestion]]
+"""By env, what it is asked first."""
 Image = tuple[int, Array]
 """Weights, see `SharedWeights.image`."""
 
@@ -92,7 +92,7 @@ Shared = dict[tuple[int, int, bool], Array]
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The plan of a `NodeHost`. num_envs: of all nodes.
+    """The plan of a `NodeHost`.
 
     plans: those of the pool's collectors, and for each the numbers of its buffers.
     buffers: for each its content, and whether it was bytes, read-only or writable memory.
@@ -101,13 +101,12 @@ class NodePlan:
     pool: PoolPlan
     plans: list[tuple[Plan, list[int]]]
     buffers: list[tuple[Array, str]]
-    num_envs: int
 
     @classmethod
-    def of(cls, pool: PoolPlan, num_envs: int, shared: Shared) -> NodePlan:
+    def of(cls, pool: PoolPlan, shared: Shared) -> NodePlan:
         """Made from that of a pool; a buffer that several collectors have is there once. shared: grows by it."""
         known: dict[tuple[int, int, bool], int] = {}
-        plan = cls(replace(pool, plans=()), [], [], num_envs)
+        plan = cls(replace(pool, plans=()), [], [])
         for one in pool.plans:
             at = []
             for raw in (buffer.raw() for buffer in one.big):
@@ -134,7 +133,8 @@ class NodePlan:
 def sealed(content: Any) -> list[Any]:
     """A message: a pickle, and the memory of the arrays in it, which is not copied."""
     buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    with unopened():
+        head = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
     return [head, *(np.frombuffer(one.raw(), np.uint8) for one in buffers)]
 
 
@@ -159,11 +159,10 @@ class NodeHost:
         say_by(self._say)
         self._place, self._prints = "", NodePrints()
 
-    def begin(self, plan: NodePlan, attributes: Attributes) -> ReplicaPool:
-        """Begins to start replicas. attributes: those that envs get when they are built."""
-        kept = KeptAttributes(plan.num_envs, lambda value, name: value)  # what is set is packed already
-        for env, of_env in attributes.items():
-            kept[env] = {name: Packed(data) for name, data in of_env.items()}
+    def begin(self, plan: NodePlan, questions: Questions) -> ReplicaPool:
+        """Begins to start replicas. questions: what envs are asked once they are built."""
+        kept = Kept(questions, lambda value, parts: value)  # all is packed already
+        kept.keep(questions)
         self._place = f"node {plan.plans[0][0].info.node_index} ({self.host})"
         self._pool = ReplicaPool(plan.of_pool(), self._weights_fd, kept, self._take_logs)
         return self._pool
@@ -240,13 +239,10 @@ class _Orders:
         sys.path += [one for one in folders if one not in sys.path and os.path.isdir(one)]
         return Met(self.host.host, self.host.node_id, missing_here(modules), versions_here())
 
-    def start(self, plan: NodePlan, seeds: Sequence[int | None], frames: int, attributes: Attributes) -> Started:
-        pool = self.host.begin(plan, attributes)
+    def start(self, plan: NodePlan, seeds: Sequence[int | None], frames: int, questions: Questions) -> Started:
+        pool = self.host.begin(plan, questions)
         pool.start(seeds, frames)
         return Started(pool.fields, pool.weights(), pool.shapes())
-
-    def spaces(self) -> bytes:
-        return self.host.pool.spaces()
 
     def reset(self, seeds: Sequence[int | None], frames: int) -> None:
         self.host.pool.reset(seeds, frames)
@@ -254,12 +250,8 @@ class _Orders:
     def give_up(self) -> None:
         self.host.pool.give_up()
 
-    def call(self, arguments: bytes, words: str) -> list[bytes]:
-        return self.host.pool.call(Call(Packed(arguments)), words)
-
-    def set_attr(self, name: str, values: Mapping[int, bytes], requests: Mapping[int, bytes]) -> Any:
-        packed = {env: Packed(data) for env, data in values.items()}
-        return dict(self.host.pool.set_attr(name, packed, {k: SetAttr(Packed(data)) for k, data in requests.items()}))
+    def ask(self, question: EnvQuestion) -> list[Any]:
+        return self.host.pool.ask(question)
 
     def collect(self, number: int, weights: Image | None) -> NodeBatch:
         if weights is not None:

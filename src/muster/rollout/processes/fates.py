@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from muster.errors import CollectorError, MusterError, WorkerName
-from muster.hosts.requests import KeptAttributes, SetAgain
+from muster.hosts.questions import Again, Kept
 from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed
 from muster.pool.place import Budget, Plan
@@ -59,20 +59,18 @@ class Fates(Hooks):
 
     restarts: whether others come. asked: what replicas are busy with, in words, and since when.
     reasons: by collector, why the one before was lost, until a batch says so.
-    seeds: for the next replicas.  attributes: what `set_attr` has set last.
+    seeds: for the next replicas.  kept: what envs are asked again.
     replaced: how often, by collector.  counts: int64 ``[collectors, COUNTS]``, of the current processes.
     """
 
-    def __init__(
-        self, plans: Sequence[Plan], nouns: Nouns, max_restarts: int | None, attributes: KeptAttributes
-    ) -> None:
+    def __init__(self, plans: Sequence[Plan], nouns: Nouns, max_restarts: int | None, kept: Kept) -> None:
         self._plans, self._nouns = plans, nouns
         self.restarts = max_restarts is not None
         self._budget = Budget(max_restarts or 0, nouns)
         self.asked: dict[int, tuple[str, float | None]] = {}
         self.reasons: dict[int, str] = {}
         self.seeds: list[int | None] = [None] * len(plans)
-        self.attributes = attributes
+        self.kept = kept
         self.counts, self._counts_before = np.zeros((2, len(plans), len(COUNTS)), np.int64)
         self.replaced = [0] * len(plans)
 
@@ -86,7 +84,7 @@ class Fates(Hooks):
         self.replaced[place] += 1
         seed = seed_after(self.seeds[place], self.replaced[place])
         self._plans[place].seed(seed)
-        again = SetAgain({env: self.attributes[env] for env in self._plans[place].envs})
+        again = Again(self.kept.of(self._plans[place].envs))
         return Successor(self._plans[place].content, [again, Begin(seed)])
 
     def counts_so_far(self) -> Array:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from muster._core import map_fd
-from muster.errors import CannotTravel, EnvError
-from muster.hosts.failures import not_sent_there, to_one_exception
+from muster.errors import EnvError
+from muster.hosts.failures import Failure
+from muster.hosts.questions import Again, EnvQuestion, sent
 from muster.hosts.recipe_plans import RecipeResident, Recipes
-from muster.hosts.requests import Call, SetAgain, SetAttr
 from muster.pickling.main_module import Init
 from muster.pool.messages import Failed, Message
 from muster.pool.resources import own_memory_bytes
@@ -93,11 +93,6 @@ class AskShapes(Message):
 
 
 @dataclass(eq=False)
-class AskSpaces(Message):
-    """Asks for one env's observation and action spaces, pickled."""
-
-
-@dataclass(eq=False)
 class Collect(Message):
     """Collects a batch into the block of memory at `offset`.
 
@@ -141,14 +136,10 @@ class Collected(Message):
 
 @dataclass(eq=False)
 class Raised(Message):
-    """The exception that a question has ended with. is_final: restarting the replica's envs did not help.
-
-    refused: the envs that have refused a value; none where all have.
-    """
+    """The exception that a question has ended with. is_final: restarting the replica's envs did not help."""
 
     failed: Failed
     is_final: bool
-    refused: Sequence[int]
 
 
 class Replica(RecipeResident):
@@ -199,7 +190,7 @@ class Replica(RecipeResident):
         except BaseException as error:
             if isinstance(error, EnvError):
                 error.batch = None  # the rows of the other envs are dropped, too
-            return self._raised(error)
+            return Raised(Failed.of(error, self._here.dumps), self._envs.closed)
         finally:
             self._idle_since = time.monotonic()
 
@@ -207,10 +198,10 @@ class Replica(RecipeResident):
         match message:
             case Begin():
                 self._answer(message)
-            case SetAgain(attributes):
-                for env, name, value in ((env, *one) for env, of_env in attributes.items() for one in of_env.items()):
-                    if raised := self._set(name, {env: value}):
-                        self._lost.append(f"{name!r} ({raised.failed.type_name}: {raised.failed.message})")
+            case Again(questions):
+                for question in (one for of_env in questions.values() for one in of_env):
+                    failed = [one for one in self._envs.answers_to(question) if isinstance(one, Failure)]
+                    self._lost += [f"{question.key!r} ({one.type_name}: {one.message})" for one in failed]
             case _:
                 super().take(message)
 
@@ -234,42 +225,27 @@ class Replica(RecipeResident):
                 return {name: tensor.detach().cpu() for name, tensor in named_weights(self._policy).items()}
             case AskShapes():
                 return shapes_of(named_weights(self._policy))
-            case AskSpaces():
-                assert self._here.dumps is not None
-                return self._here.dumps((self._envs.single_observation_space, self._envs.single_action_space))
-            case Call(CannotTravel() as refusal) | SetAttr(CannotTravel() as refusal):
-                raise refusal
-            case Call((name, args, kwargs)):
-                return self._call(name, args, kwargs)
-            case SetAttr((name, values)):
-                return self._set(name, values)
+            case EnvQuestion():
+                return self._sent(self._envs.answers_to(question))
         return super().answer(question)
 
-    def _raised(self, error: BaseException, refused: Sequence[int] = ()) -> Raised:
-        return Raised(Failed.of(error, self._here.dumps), self._envs.closed, refused)
+    def _sent(self, answers: list[Any]) -> list[Any]:
+        """The answers of the envs, of which a host in this process has made failures for this process."""
+        dumps, recipes, worker = self._here.dumps, self._plan.recipes, self._here.info.worker_index
+        assert dumps is not None
+        assert not isinstance(recipes, bytes)
 
-    def _set(self, name: str, values: Mapping[int, Any]) -> Raised | None:
-        """Sets an attribute of envs, to values by their indices among all; returns what those raise that refuse."""
-        first = self._plan.first_env
-        refused = self._envs.set_each(name, {env - first: value for env, value in values.items()})
-        failures = [*refused.values()]
-        return self._raised(to_one_exception(failures), [first + i for i in refused]) if failures else None
+        def fail(i: int, error: BaseException) -> Failure:
+            return Failure.of(error, recipes[i].env_index, worker, None, dumps, worker_noun="collector")
+
+        return [
+            one.portable(dumps) if isinstance(one, Failure) else one
+            for one in sent(answers, dumps, recipes[0].call, fail)
+        ]
 
     def _fields(self) -> ReplicaFields:
         collector = self._started()
         return ReplicaFields(*collector.fields, tuple(collector.output_fields()))
-
-    def _call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-        """Calls envs as `VectorEnv.call` does; a function is called with their indices among all."""
-        if callable(name):
-            function = name
-            name = lambda env, i, *args, **kwargs: function(env, self._plan.first_env + i, *args, **kwargs)  # noqa: E731
-        results = tuple(self._envs.call(name, *args, **kwargs))
-        assert self._here.dumps is not None
-        try:
-            return self._here.dumps(results)
-        except Exception as error:
-            raise not_sent_there(results[0], error, self._plan.recipes[0].call) from error  # type: ignore[union-attr]
 
     def _collect(self, order: Collect) -> Collected:
         """Fills the block at the order's offset."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muster.backends.process import ENV_PRELOADS
 from muster.errors import SpecMismatch
-from muster.hosts.requests import Call, KeptAttributes, SetAgain, SetAttr
+from muster.hosts.questions import Again, EnvQuestion, Kept
 from muster.pool.closing import CloseLimits, close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.launcher_client import standard_fds
@@ -31,7 +31,6 @@ from muster.rollout.processes.replica import (
     COUNTS,
     AskFields,
     AskShapes,
-    AskSpaces,
     AskWeights,
     Begin,
     Collect,
@@ -103,7 +102,7 @@ class ReplicaPool:
 
     sync: a batch is of all envs; once `threshold` (a number) of the collectors are done, the others stop. Otherwise a
     batch is of one collector's envs, and each collector begins its next batch before its last one is returned.
-    weights_fd: the file of the weights that replicas follow; stays the owner's.  attributes: see `Fates`.
+    weights_fd: the file of the weights that replicas follow; stays the owner's.  kept: see `Fates`.
     take_logs: see `LogInbox`.
     """
 
@@ -111,7 +110,7 @@ class ReplicaPool:
         self,
         plan: PoolPlan,
         weights_fd: int,
-        attributes: KeptAttributes,
+        kept: Kept,
         take_logs: Callable[[bytes, int], None] = hand_over,
     ) -> None:
         self._plans, self._nouns, self._limit = plan.plans, plan.nouns, plan.limit
@@ -124,7 +123,7 @@ class ReplicaPool:
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
         self._is_cut_short = False  # whether an error or Ctrl-C in a question has left batches under way
-        self._fates = Fates(plan.plans, plan.nouns, plan.max_restarts, attributes)
+        self._fates = Fates(plan.plans, plan.nouns, plan.max_restarts, kept)
         with naming_limits("the collectors could not start"), standard_fds():
             self._batch_memory = BatchMemory()
         self._pool = Pool(
@@ -145,10 +144,9 @@ class ReplicaPool:
             plan.big.clear()  # the pool has stored them
         if not self._fates.restarts:
             self._pool.never_replaces()
-        if any(self._fates.attributes):
-            for k, plan in enumerate(self._plans):
-                again = SetAgain({env: self._fates.attributes[env] for env in plan.envs})
-                self._pool.post(k, self._pool.sealed(again))
+        for k, plan in enumerate(self._plans):
+            if any((questions := self._fates.kept.of(plan.envs)).values()):
+                self._pool.post(k, self._pool.sealed(Again(questions)))
         self.reset(seeds, frames)
         first, *others = self._ask_all(AskFields())
         for k, fields in enumerate(others, 1):
@@ -182,32 +180,25 @@ class ReplicaPool:
                 self._replace_or_raise(k, answer)
         self._fates.reasons.clear()
 
-    def call(self, request: Call, words: str) -> list[bytes]:
-        """The results of the envs of each collector, pickled. words: what it does meanwhile."""
-        return self._ask_all(request, words)
+    def ask(self, question: EnvQuestion) -> list[Any]:
+        """The answers of all envs, as they left their processes; of a replica that was lost meanwhile None or an error.
 
-    def set_attr(
-        self, name: str, values: Mapping[int, Any], requests: Mapping[int, SetAttr]
-    ) -> Mapping[int, ReplicaFailed]:
-        """Sets an attribute of all envs, and again in those that are built again; returns by env what has refused.
-
-        values: by env.  requests: with the values, one for each collector.
+        None where the envs of its successor are asked again.
         """
-        raised: dict[int, Raised] = {}
 
-        def act() -> dict[int, Raised]:
-            answers = self._ask(requests, f"answering set_attr({name!r})").items()
-            raised.update({k: answer for k, answer in answers if isinstance(answer, Raised)})
-            return {env: one for k, one in raised.items() for env in one.refused or self._plans[k].envs}
+        def act() -> list[Any]:
+            parts = {k: question.to(plan.envs) for k, plan in enumerate(self._plans)}
+            answers = self._ask(parts, question.words)
+            for k, answer in answers.items():
+                if isinstance(answer, Raised):
+                    raise self._error(k, answer)
+                if isinstance(answer, Lost) and question.key is None:
+                    raise answer.error
+                if isinstance(answer, Lost):
+                    answers[k] = [None] * len(self._plans[k].envs)
+            return [one for answer in answers.values() for one in answer]
 
-        refused = self._fates.attributes.set(name, values, act)
-        errors = {k: self._error(k, one) for k, one in raised.items()}
-        return {env: errors[k] for env, one in refused.items() for k in raised if raised[k] is one}
-
-    def spaces(self) -> bytes:
-        """One env's observation and action spaces, pickled."""
-        found: bytes = self._ask_all(AskSpaces())[0]
-        return found
+        return self._fates.kept.asked(question, act)
 
     def stats(self) -> dict[str, Any]:
         counts = self._fates.counts_so_far()

@@ -9,18 +9,17 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-from gymnasium import Space
 from torch import Tensor
 
 from muster.backends.process import with_hints
 from muster.errors import ClosedError, SpecMismatch
+from muster.hosts.failures import failures_of, to_one_exception
+from muster.hosts.questions import EnvQuestion, Kept, opened, packer
 from muster.hosts.recipe_plans import Recipes, plans_of
-from muster.hosts.requests import Call, KeptAttributes, SetAttr, opened, packed
-from muster.pickling import called_as, named_arguments
+from muster.pickling import called_as
 from muster.pool.launcher_client import standard_fds
 from muster.pool.place import Limit
 from muster.pool.resources import naming_limits
@@ -47,11 +46,7 @@ class RunsReplicas(Protocol):
     def collect(self) -> Filled: ...
     def give_up(self) -> None: ...
     def reset(self, seeds: Sequence[int | None], frames: int) -> None: ...
-    def call(self, request: Call, words: str) -> list[bytes]: ...
-    def set_attr(
-        self, name: str, values: Mapping[int, Any], requests: Mapping[int, SetAttr]
-    ) -> Mapping[int, ReplicaFailed]: ...
-    def spaces(self) -> bytes: ...
+    def ask(self, question: EnvQuestion) -> list[Any]: ...
     def stats(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -78,19 +73,19 @@ class Replicas:
         seed: int | None,
         collector_options: Mapping[str, Any],
         options: CollectorOptions,
-        runs: Callable[[PoolPlan, int, KeptAttributes], RunsReplicas] = ReplicaPool,
+        runs: Callable[[PoolPlan, int, Kept], RunsReplicas] = ReplicaPool,
     ) -> None:
         self._firsts = split_evenly(len(recipes), options.num_workers)
         self._policy, self._seed, self._call_words = policy, seed, recipes[0].call
         self._count, self._forks = options.num_workers, options.context == "fork"
-        self._packed = pack = partial(packed, call=self._call_words, forked=self._forks)
+        self._pack = packer(self._call_words, forked=self._forks)
+        self._envs = range(len(recipes))
         self._updating = threading.Lock()
         plan = self._planned(recipes, policy_factory, sync, threshold, collector_options, options)
         with naming_limits("the collectors could not start"), standard_fds():
             self._weights_fd = memfd("weights")
         weakref.finalize(self, os.close, self._weights_fd)
-        kept = KeptAttributes(len(recipes), lambda value, name: pack(value, {name: value}))
-        self._pool = runs(plan, self._weights_fd, kept)
+        self._pool = runs(plan, self._weights_fd, Kept(self._envs, self._pack))
         try:
             with naming_limits("the collectors could not start"), self._rebuilding():
                 self._begin()
@@ -212,26 +207,12 @@ class Replicas:
         with self._rebuilding():
             self._pool.reset(self._seeds(round_number), frames)
 
-    def call(self, name: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        parts = {"the function": name} | named_arguments(args, kwargs)
-        words = f"answering call({name!r})" if isinstance(name, str) else "answering call()"
+    def ask(self, question: EnvQuestion) -> Any:
         with self._rebuilding():
-            answers = self._pool.call(Call(self._packed((name, args, kwargs), parts)), words)
-        return tuple(itertools.chain.from_iterable(map(opened, answers)))
-
-    def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
-        requests = {}
-        for k, (first, last) in enumerate(itertools.pairwise(self._firsts)):
-            own = {env: values[env] for env in range(first, last)}
-            requests[k] = SetAttr(self._packed((name, own), {f"values[{env}]": value for env, value in own.items()}))
-        with self._rebuilding():
-            for failed in self._pool.set_attr(name, values, requests).values():
-                raise failed
-
-    def spaces(self) -> tuple[Space[Any], Space[Any]]:
-        with self._rebuilding():
-            spaces: tuple[Space[Any], Space[Any]] = opened(self._pool.spaces())
-        return spaces
+            answers = opened(self._pool.ask(question.packed(self._pack)), self._envs)
+        if failures := [*failures_of(answers).values()]:
+            raise to_one_exception(failures)
+        return question.joined(answers)
 
     def stats(self) -> dict[str, Any]:
         return self._pool.stats()
