@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Place, Ticket
+from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Site, Ticket
 from muster.rollout.cluster.node_host import NodeHost
 
 _LENGTH = struct.Struct("<Q")
@@ -89,12 +89,12 @@ class LocalNodes(Engine):
         self, nodes: int = 2, *, node_timeout: float = 15.0, min_nodes: int = 1, collectors: Sequence[int] = ()
     ) -> None:
         self.node_timeout, self.min_nodes = node_timeout, min_nodes
-        self._places = [Place(collectors=collectors[i] if collectors else None) for i in range(nodes)]
+        self._places = [Site(collectors=collectors[i] if collectors else None) for i in range(nodes)]
         self.hosts: list[LocalHost] = []
         self._came: dict[Ticket, Parcel] = {}
         self._using = threading.RLock()
 
-    def places(self, most: int) -> Sequence[Place]:
+    def places(self, most: int) -> Sequence[Site]:
         return self._places[:most]
 
     def start(self, index: int, collectors: int) -> Host:

@@ -25,7 +25,7 @@ Observation = Any
 """A tensor, or a TensorDict of several."""
 
 
-class Collected(NamedTuple):
+class Experience(NamedTuple):
     """A collector's batch as one policy sees it: T steps of N envs, [N, T]; of A agents in each env, [N, T, A].
 
     K episodes have ended in it.
@@ -104,7 +104,7 @@ class Learner:
         self._rng = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
-    def judge(self, collected: Collected) -> Rollout:
+    def judge(self, collected: Experience) -> Rollout:
         """The rollout: what was collected, with the policy's log-probabilities and values, and advantages by GAE."""
         config, counts = self.config, collected.counts
         terminated, truncated, rewards = collected.terminated, collected.truncated, collected.rewards

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from muster.algorithms.actor_critic import CHOSEN, MEMORY, as_seen, torch_threads
 from muster.algorithms.devices import placed
 from muster.algorithms.encoder import MEASURED, kind_of, observed
-from muster.algorithms.learner import Collected, Learner, Rollout, followers, goes_on
+from muster.algorithms.learner import Experience, Learner, Rollout, followers, goes_on
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy, generator_of, seed_of
 from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import MAPPOConfig
-from muster.algorithms.ppo_envs import EnvFacts, facts_of
+from muster.algorithms.ppo_envs import TrainingSpaces, facts_of
 from muster.algorithms.ppo_parts import EpisodeWindow, MAPPOMetrics, Rates, TeamFigures, require_finite_rows
 from muster.algorithms.teams import AgentsExplorer, AgentsPolicy, CentralisedCritic, Networks, Sight, Team
 from muster.errors import ConfigError
@@ -139,7 +139,7 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
             rollouts[team.name] = self.learners[team.name].judge(rows)
         return rollouts
 
-    def _collected(self, batch: TensorDict, group: str) -> Collected:
+    def _collected(self, batch: TensorDict, group: str) -> Experience:
         """The batch as a group sees it."""
         rewards, terminated, truncated = (
             batch["next", group, name].squeeze(-1) for name in ("reward", "terminated", "truncated")
@@ -153,7 +153,7 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
         shows_end = ended & going_on & ~acting
         observations, last, finals = self._three(batch, group)
         counts = batch["collector", "mask"].unsqueeze(-1) & alive & ~shows_end
-        return Collected(
+        return Experience(
             observations, last, finals, final_at, batch[group, *CHOSEN], rewards, terminated, truncated, counts,
             acts=acting,
             masks=batch.get((group, MASK), None),
@@ -163,12 +163,12 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
             keeps=going_on & torch.cat([alive[:, :1], alive[:, :-1]], 1),
         )  # fmt: skip
 
-    def _collected_states(self, batch: TensorDict) -> Collected:
+    def _collected_states(self, batch: TensorDict) -> Experience:
         """The batch as one agent sees it whose observations are the states, and who gets no reward."""
         terminated, truncated = (batch["next", name].squeeze(-1) for name in ("terminated", "truncated"))
         rows, last, finals = self._three(batch, STATE)
         rest = (batch["collector", "final_at"], terminated, terminated.float(), terminated, truncated)
-        return Collected(rows, last, finals, *rest, counts=batch["collector", "mask"])
+        return Experience(rows, last, finals, *rest, counts=batch["collector", "mask"])
 
     def _observed(self, seen: Mapping[str, list[Tensor]], team: Team) -> list[Any]:
         """What the network of a team takes, see `AgentsPolicy`, in the three parts of `seen`."""
@@ -222,7 +222,7 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
         self._begin_anew()
 
 
-def teams_of(facts: EnvFacts, config: MAPPOConfig) -> list[Team]:
+def teams_of(facts: TrainingSpaces, config: MAPPOConfig) -> list[Team]:
     """The agents that share a network: those of each group, or each of them by itself."""
     teams = []
     for group, agents in facts.groups.items():
@@ -234,7 +234,7 @@ def teams_of(facts: EnvFacts, config: MAPPOConfig) -> list[Team]:
     return teams
 
 
-def sights_of(facts: EnvFacts, config: MAPPOConfig) -> list[Sight]:
+def sights_of(facts: TrainingSpaces, config: MAPPOConfig) -> list[Sight]:
     """What a centralised critic sees; nothing where each sees what its agent observes."""
     if config.critic == "own":
         return []
@@ -244,7 +244,7 @@ def sights_of(facts: EnvFacts, config: MAPPOConfig) -> list[Sight]:
 
 
 def policies_of(
-    facts: EnvFacts, config: MAPPOConfig, seeds: np.random.SeedSequence, policy: Any = None
+    facts: TrainingSpaces, config: MAPPOConfig, seeds: np.random.SeedSequence, policy: Any = None
 ) -> dict[str, AgentsPolicy]:
     """The policy of each team by its name, with weights drawn from the seeds. Raises as `policy_of`.
 
@@ -265,7 +265,7 @@ def policies_of(
     return policies
 
 
-def normalizers_of(facts: EnvFacts, config: MAPPOConfig) -> dict[str, ObservationNormalizer]:
+def normalizers_of(facts: TrainingSpaces, config: MAPPOConfig) -> dict[str, ObservationNormalizer]:
     """The statistics of each group's observations, and of the states where a critic sees them."""
     if not config.normalize_observations:
         return {}
@@ -273,7 +273,7 @@ def normalizers_of(facts: EnvFacts, config: MAPPOConfig) -> dict[str, Observatio
     return {name: ObservationNormalizer(space) for name, space in seen.items() if kind_of(space) in MEASURED}
 
 
-def _of_agents(collected: Collected, agents: slice) -> Collected:
+def _of_agents(collected: Experience, agents: slice) -> Experience:
     """The part of some agents, without the observations."""
     parts: Any = {
         name: None if rows is None else rows[:, :, agents]

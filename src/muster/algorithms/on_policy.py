@@ -14,7 +14,7 @@ import torch
 from muster.algorithms.actor_critic import Network, as_allowed, torch_threads
 from muster.algorithms.encoder import as_observation
 from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_envs import EnvFacts, collector_over
+from muster.algorithms.ppo_envs import TrainingSpaces, collector_over
 from muster.algorithms.ppo_parts import EpisodeWindow, MAPPOMetrics, PPOMetrics, Rates, Schedule
 from muster.algorithms.teams import Networks
 from muster.errors import ClosedError, UsageError
@@ -34,7 +34,7 @@ class OnPolicy(ABC, Generic[M]):
     def __init__(
         self,
         envs: Any,
-        facts: EnvFacts,
+        facts: TrainingSpaces,
         config: PPOConfig,
         explorer: Any,
         device: torch.device,

@@ -22,7 +22,7 @@ import torch
 from muster.algorithms.actor_critic import CHOSEN, MEMORY, Explorer, Network, as_seen
 from muster.algorithms.devices import placed
 from muster.algorithms.encoder import observed
-from muster.algorithms.learner import Collected, Learner, Rollout, goes_on
+from muster.algorithms.learner import Experience, Learner, Rollout, goes_on
 from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy, generator_of, seed_of
 from muster.algorithms.own_network import policy_of
@@ -98,7 +98,7 @@ class PPO(OnPolicy[PPOMetrics]):
         rewards, terminated, truncated = (
             batch["next", name].squeeze(-1) for name in ("reward", "terminated", "truncated")
         )
-        collected = Collected(
+        collected = Experience(
             observations, last, finals, batch["collector", "final_at"], batch[CHOSEN],
             rewards, terminated, truncated, batch["collector", "mask"],
             masks=batch.get(MASK, None),

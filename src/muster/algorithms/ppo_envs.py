@@ -40,7 +40,7 @@ _INSTEAD = {
 }
 
 
-class EnvFacts(NamedTuple):
+class TrainingSpaces(NamedTuple):
     """What PPO and MAPPO know of their envs, by one of them. Spaces are one agent's, of MAPPO's envs by group."""
 
     observation_space: Any
@@ -50,7 +50,7 @@ class EnvFacts(NamedTuple):
     state_space: gym.Space[Any] | None = None
 
 
-def facts_of(envs: Any, config: PPOConfig, collectors: Mapping[str, Any] | None) -> EnvFacts:
+def facts_of(envs: Any, config: PPOConfig, collectors: Mapping[str, Any] | None) -> TrainingSpaces:
     """The facts of envs; with `collectors` those of one that is made in a process of its own, and closed again.
 
     Raises UsageError for envs that PPO cannot train on, ConfigError for options that do not fit them, or are not PPO's.
@@ -95,7 +95,7 @@ def collector_over(
     return MultiCollector(envs, explorer, num_envs=config.num_envs, **shared, **collectors)
 
 
-def _facts(envs: Any, config: PPOConfig, num_envs: int) -> EnvFacts:
+def _facts(envs: Any, config: PPOConfig, num_envs: int) -> TrainingSpaces:
     name, of_agents = ("MAPPO", True) if isinstance(config, MAPPOConfig) else ("PPO", False)
     if of_agents and not isinstance(envs, MultiAgentVectorEnv):
         raise UsageError(
@@ -115,14 +115,14 @@ def _facts(envs: Any, config: PPOConfig, num_envs: int) -> EnvFacts:
     spec = getattr(envs, "spec", None)
     if not isinstance(envs, MultiAgentVectorEnv):
         _require_fitting(config, envs.single_observation_space)
-        return EnvFacts(envs.single_observation_space, envs.single_action_space, spec)
+        return TrainingSpaces(envs.single_observation_space, envs.single_action_space, spec)
     seen, acts, groups = envs.single_observation_space.spaces, envs.single_action_space.spaces, envs.groups
     assert isinstance(config, MAPPOConfig)
     shared = config.share_params
     if unknown := [] if isinstance(shared, bool) else [name for name in shared if name not in groups]:
         raise ConfigError(f"share_params names {unknown}, and the envs have the groups {list(groups)}")
     _require_fitting(config, *(seen[group] for group in groups))
-    return EnvFacts({g: seen[g] for g in groups}, {g: acts[g] for g in groups}, spec, groups, envs.state_space)
+    return TrainingSpaces({g: seen[g] for g in groups}, {g: acts[g] for g in groups}, spec, groups, envs.state_space)
 
 
 def _require_fitting(config: PPOConfig, *spaces: gym.Space[Any]) -> None:

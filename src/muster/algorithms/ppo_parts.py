@@ -26,7 +26,7 @@ def require_finite_rows(
 ) -> None:
     """Raises TrainingDiverged for the first observation or reward to be learnt from that is not finite in float32.
 
-    collected: a `Collected` whose observations are as the envs returned them.  steps_before: steps of each env before.
+    collected: an `Experience` with observations as the envs returned them.  steps_before: steps of each env before.
     kept_steps: env steps of the run until then.  agents: their names, where there are several.  what: it is called.
 
     The final observation of a terminated episode is never learnt from, and may be anything; so may masked rows.

@@ -12,7 +12,7 @@ from typing import Any
 from muster.doctor import trials
 from muster.doctor.diagnosis import Finding
 from muster.doctor.fixes import NO_FIX, Fix, fixes_for
-from muster.doctor.held import ADDRESSES, Held, Watch
+from muster.doctor.held import ADDRESSES, Held, HeldRecorder
 from muster.hosts.trial import TrialOutcome, Trials
 from muster.vector.side_by_side import LEAST_S
 
@@ -47,13 +47,13 @@ class Conflicts:
 
 
 def watched(env: Trials, trial: Callable[..., None], **options: Any) -> TrialOutcome:
-    """The outcome of a trial that takes a `Watch`. options: its others; without `num_envs` it is of one env.
+    """The outcome of a trial that takes a `HeldRecorder`. options: its others; without `num_envs` it is of one env.
 
     Its results have the things of each env: "held" at its end, and "noted", which it has opened and bound.
     """
     num_envs = options.get("num_envs", 1)
     with tempfile.TemporaryDirectory(prefix="muster-doctor-") as folder:
-        watch = Watch(folder)
+        watch = HeldRecorder(folder)
         outcome = env.run(trial, watch=watch, **options)
         noted = [watch.noted(i) for i in range(num_envs)]
     held = [{Held(*one) for one in things} for things in outcome.results.get("held", [()] * num_envs)]

@@ -102,7 +102,7 @@ def _addresses(pid: int) -> Iterator[tuple[str, Held]]:
             yield words[6], Held("Unix socket", words[7])
 
 
-class Watch:
+class HeldRecorder:
     """Has a worker note in a file what Python code in it opens for writing, and binds, even where it fails in that.
 
     Call it in the worker. What the worker prints is not kept back either. folder: of the files, one for each worker.

@@ -13,7 +13,7 @@ from muster._core import FLAG_NAMES, AgentFlag, BatchNode, Branch, ObsNode
 from muster.envs.groups import Groups, slots_of
 from muster.errors import SpecMismatch
 from muster.spaces.stacking import stacked_space
-from muster.spaces.tree import Array, BranchNode, Leaf, Node, Rows, Space, Take, tree
+from muster.spaces.tree import Array, BranchNode, Leaf, Rows, Space, SpaceNode, Take, tree
 
 # The parts of a row, in order: what `AgentsEnv` returns to the stepping loop as one env's observation.
 OBS, REWARDS, FLAGS, MASKS, HAS_MASKS, STATE, SHARED = range(7)
@@ -91,7 +91,7 @@ class AgentLayout:
             leaf.index = index
         return root
 
-    def action_tree(self) -> Node:
+    def action_tree(self) -> SpaceNode:
         """The tree of one env's actions: ``[A, ...]`` by group."""
         batched = {name: stacked_space(space, (len(self.groups[name]),)) for name, space in self.action_spaces.items()}
         root = tree(spaces.Dict(batched), "action")
@@ -103,12 +103,12 @@ class AgentLayout:
 class RowNode(BranchNode):
     """The root of a multi-agent env's row."""
 
-    def __init__(self, layout: AgentLayout, parts: tuple[Node, ...]) -> None:
+    def __init__(self, layout: AgentLayout, parts: tuple[SpaceNode, ...]) -> None:
         super().__init__(spaces.Tuple(()), "row", (), parts)
         self.layout = layout
 
 
-class StackNode(Node):
+class StackNode(SpaceNode):
     """The observations of a group: one member for each agent; the slab holds ``[N, A, ...]``, each member a part of it.
 
     Where a member's observation is None, because the agent is not there, the member's part becomes zeros.
@@ -136,7 +136,7 @@ class StackNode(Node):
         offsets = [rows.offsets[i] + a * part.row_bytes for i, part in zip(whole, self.members[a].leaves, strict=True)]
         return Rows([rows.arrays[i][:, a] for i in whole], offsets, [rows.lent[i] for i in whole])
 
-    def _stack(self, member: Node) -> Node:
+    def _stack(self, member: SpaceNode) -> SpaceNode:
         if isinstance(member, BranchNode):
             children = tuple(self._stack(child) for child in member.children)
             return BranchNode(member.space, member.path, member.keys, children)
@@ -167,5 +167,5 @@ def _leaf(path: str, shape: tuple[int, ...], dtype: Any) -> Leaf:
     return Leaf(spaces.Box(0, 1, (), np.uint8), path, shape, dtype)
 
 
-def _branch(path: str, children: tuple[Node, ...]) -> BranchNode:
+def _branch(path: str, children: tuple[SpaceNode, ...]) -> BranchNode:
     return BranchNode(spaces.Tuple(()), path, (), children)

@@ -50,17 +50,17 @@ _SAID_BYTES, _SAID_LINES = 4096, 12
 _OUR_CODE = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 
-class Raised(NamedTuple):
+class TrialRaised(NamedTuple):
     """The exception that has ended a trial, in words. detail: its traceback, from the env's own code on."""
 
     how: str
     detail: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Raised:
+    def of(cls, error: BaseException) -> TrialRaised:
         return cls(f"raised {type(error).__name__}: {error}", _own_traceback(error))
 
-    def after(self, fd: int) -> Raised:
+    def after(self, fd: int) -> TrialRaised:
         """The same, with the last lines of the file that keeps what was printed."""
         time.sleep(_PRINTED_S)
         said = os.pread(fd, _SAID_BYTES, max(0, os.fstat(fd).st_size - _SAID_BYTES)).decode(errors="replace")
@@ -143,7 +143,7 @@ class Trial(Resident):
         import_without_bots()
 
     @classmethod
-    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> Sequence[Recipe] | Raised:
+    def unpack(cls, data: bytes, here: Here, initialise: Callable[[Init], None]) -> Sequence[Recipe] | TrialRaised:
         packed = super().unpack(data, here, initialise)
         if packed is None:
             return ()
@@ -151,19 +151,19 @@ class Trial(Resident):
         try:
             return unpack(packed, run=initialise)
         except BaseException as error:
-            return Raised.of(error)
+            return TrialRaised.of(error)
 
-    def __init__(self, plan: Sequence[Recipe] | Raised, here: Here) -> None:
+    def __init__(self, plan: Sequence[Recipe] | TrialRaised, here: Here) -> None:
         self._recipes, self._reporter, self._said = plan, Reporter(here), here.files["tail"]
 
-    def answer(self, question: tuple[Callable[..., object], dict[str, Any]]) -> Raised | None:
+    def answer(self, question: tuple[Callable[..., object], dict[str, Any]]) -> TrialRaised | None:
         trial, options = question
-        if isinstance(self._recipes, Raised):
+        if isinstance(self._recipes, TrialRaised):
             return self._recipes
         try:
             trial(*self._recipes, self._reporter, **options)
         except BaseException as error:
-            return Raised.of(error).after(self._said)
+            return TrialRaised.of(error).after(self._said)
         return None
 
 

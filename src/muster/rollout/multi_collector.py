@@ -34,7 +34,7 @@ from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
 from muster.rollout.episodes import EPISODE_INFO
-from muster.rollout.processes.policy_travel import Obstacle, obstacle_to
+from muster.rollout.processes.policy_travel import PolicyObstacle, obstacle_to
 from muster.rollout.processes.replica_pool import PoolPlan, ReplicaPool
 from muster.rollout.processes.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
@@ -393,7 +393,7 @@ def _threshold_of(threshold: float | None, sync: bool) -> float:
 
 
 def _explained(
-    obstacle: Obstacle,
+    obstacle: PolicyObstacle,
     *,
     stays: str = "stays in this process and acts for all envs, which are stepped in workers",
     threshold: float = 1.0,

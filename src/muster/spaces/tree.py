@@ -1,6 +1,6 @@
 """Spaces as trees of leaves: what lies in the slab, where, and how values get in and out.
 
-A `Node` mirrors a Gymnasium space. Its leaves have a fixed shape and dtype and lie in the slab as ``[N, *shape]``;
+A `SpaceNode` mirrors a Gymnasium space. Its leaves have a fixed shape and dtype and lie in the slab as ``[N, *shape]``;
 values without a fixed layout (Text, OneOf, Graph, Sequence, custom spaces) are objects and travel through the mail.
 """
 
@@ -28,7 +28,7 @@ _CACHED_SCALARS = 4096
 _WRAPS = int(np.__version__.partition(".")[0]) < 2
 
 
-class Node:
+class SpaceNode:
     """One space of the tree.
 
     path: the node's name in messages, e.g. ``observation['camera'][0]``.
@@ -90,7 +90,7 @@ class Rows:
 Take = Callable[[Array], Array]
 
 
-class Leaf(Node):
+class Leaf(SpaceNode):
     """A space whose values have a fixed shape and dtype."""
 
     def __init__(self, space: Space, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
@@ -231,7 +231,7 @@ class IntegerLeaf(Leaf):
         return number.item() if next(ints) else number
 
 
-class ObjectLeaf(Node):
+class ObjectLeaf(SpaceNode):
     """A space whose values have no fixed layout: they travel through the mail, and a batch is a tuple of them."""
 
     has_objects = True
@@ -258,10 +258,10 @@ class ObjectLeaf(Node):
             own.append(item)
 
 
-class BranchNode(Node):
+class BranchNode(SpaceNode):
     """A Dict or Tuple space."""
 
-    def __init__(self, space: Space, path: str, keys: tuple[Any, ...], children: tuple[Node, ...]) -> None:
+    def __init__(self, space: Space, path: str, keys: tuple[Any, ...], children: tuple[SpaceNode, ...]) -> None:
         super().__init__(space, path)
         self.keys = keys
         self.children = children
@@ -315,7 +315,7 @@ class BranchNode(Node):
         return dict(zip(self.keys, values, strict=True)) if self.kind == "dict" else tuple(values)
 
 
-def tree(space: Space, path: str, *, casting: Casting | None = None) -> Node:
+def tree(space: Space, path: str, *, casting: Casting | None = None) -> SpaceNode:
     """The tree of `space`, its leaves numbered from 0.
 
     casting: NumPy's rule by which observations that are arrays are cast to the space's dtype; others are where it holds
@@ -336,7 +336,7 @@ def _squeezed(array: Array, shape: tuple[int, ...]) -> Array:
     return array
 
 
-def _node(space: Space, path: str) -> Node:
+def _node(space: Space, path: str) -> SpaceNode:
     if isinstance(space, spaces.Discrete):
         return IntegerLeaf(space, path, (), space.dtype)
     if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):

@@ -19,7 +19,7 @@ from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy
 from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
-from muster.algorithms.ppo_envs import EnvFacts
+from muster.algorithms.ppo_envs import TrainingSpaces
 from muster.algorithms.teams import Networks
 from muster.errors import ConfigError, RunConfigError, UsageError
 from muster.nn.shared_copies import shared_copy
@@ -31,7 +31,7 @@ from muster.training.run_folder import CHECKPOINT, read_config, reading, require
 SPACES = ("observations", "actions")  # among what `plain_of` has
 
 
-def plain_of(facts: EnvFacts) -> dict[str, Any]:
+def plain_of(facts: TrainingSpaces) -> dict[str, Any]:
     """What an algorithm knows of its envs, for `facts_in`."""
     if not facts.groups:
         return {"observations": to_plain(facts.observation_space), "actions": to_plain(facts.action_space)}
@@ -43,7 +43,7 @@ def plain_of(facts: EnvFacts) -> dict[str, Any]:
     }
 
 
-def facts_in(run: Path, config: PPOConfig) -> EnvFacts:
+def facts_in(run: Path, config: PPOConfig) -> TrainingSpaces:
     """The facts of the run's envs. Raises UsageError, also where no memory holds networks for them."""
     path, kept = run / "config.json", read_config(run).get("spaces")
     if not isinstance(kept, Mapping) or not {"observations", "actions"} <= kept.keys():
@@ -53,7 +53,7 @@ def facts_in(run: Path, config: PPOConfig) -> EnvFacts:
     try:
         if not isinstance(config, MAPPOConfig):
             _require_room(path, config, kept["observations"], kept["actions"])
-            return EnvFacts(from_plain(kept["observations"]), from_plain(kept["actions"]), None)
+            return TrainingSpaces(from_plain(kept["observations"]), from_plain(kept["actions"]), None)
         return _facts_of_agents(path, config, kept)
     except UsageError as error:
         raise RunConfigError(f"{path}: {error}") from None
@@ -68,7 +68,7 @@ def require_sizes(run: Path, config: PPOConfig) -> None:
         facts_in(run, config)
 
 
-def networks_in(state: Mapping[str, Any], facts: EnvFacts, plan: TrainingPlan) -> Network | Networks:
+def networks_in(state: Mapping[str, Any], facts: TrainingSpaces, plan: TrainingPlan) -> Network | Networks:
     """The networks with the weights and statistics of a checkpoint; of one that was handed over, a copy."""
     config, own = plan.config, plan.network
     own = shared_copy(own, {}).cpu() if isinstance(own, torch.nn.Module) else own  # it may hold a lock, or a socket
@@ -89,13 +89,13 @@ def networks_in(state: Mapping[str, Any], facts: EnvFacts, plan: TrainingPlan) -
     return Network(network, statistics)
 
 
-def start_of(run: Path) -> tuple[Path, EnvFacts, dict[str, Any]]:
+def start_of(run: Path) -> tuple[Path, TrainingSpaces, dict[str, Any]]:
     """The run, the facts of its envs, and its newest state, for `adopt`. Raises ConfigError."""
     with _naming_init_from():
         return run, facts_in(run, plan_of(run).config), read_checkpoint(run)
 
 
-def adopt(algorithm: OnPolicy[Any], run: Path, facts: EnvFacts, state: Mapping[str, Any]) -> list[str]:
+def adopt(algorithm: OnPolicy[Any], run: Path, facts: TrainingSpaces, state: Mapping[str, Any]) -> list[str]:
     """Has the algorithm begin as `OnPolicy.adopt` says, with the state of ``run``, and returns what that does.
 
     Raises ConfigError where nothing fits, and for other spaces; only the bounds of Boxes and the agents may be others.
@@ -126,7 +126,7 @@ def _layout(plain: Any) -> Any:
     return {name: _layout(part) for name, part in plain.items() if name not in left_out}
 
 
-def _facts_of_agents(path: Path, config: MAPPOConfig, kept: Mapping[str, Any]) -> EnvFacts:
+def _facts_of_agents(path: Path, config: MAPPOConfig, kept: Mapping[str, Any]) -> TrainingSpaces:
     groups, seen, acts, state = (kept.get(name) or {} for name in ("groups", "observations", "actions", "state"))
     named = isinstance(groups, dict) and all(isinstance(one, list) and one for one in groups.values()) and groups
     if not named or not all(isinstance(agent, str) for agents in groups.values() for agent in agents):
@@ -139,7 +139,7 @@ def _facts_of_agents(path: Path, config: MAPPOConfig, kept: Mapping[str, Any]) -
         count = 1 if config.shares_params(group) else len(agents)
         _require_room(path, config, seen[group], acts[group], judged, count)
     observations, actions = ({group: from_plain(space) for group, space in of.items()} for of in (seen, acts))
-    return EnvFacts(observations, actions, None, groups, from_plain(state) if state else None)
+    return TrainingSpaces(observations, actions, None, groups, from_plain(state) if state else None)
 
 
 def _require_room(

@@ -44,7 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from muster._core import CACHE_LINE, CALLER_BYTES, HOST_BYTES, RECORD_BYTES, RECORD_FIELDS, InfoRow, SlabLayout, map_fd
-from muster.spaces.tree import Array, Node, Rows
+from muster.spaces.tree import Array, Rows, SpaceNode
 
 # Bytes that the numbers of one env's info may fill before the rest goes through the mail. Untouched pages cost nothing.
 # One cache line more than whole pages: rows that begin at the same place in a page push each other out of the caches.
@@ -67,8 +67,8 @@ class SlabPlan:
     first_envs: for each host (a worker, or the caller itself) its first env, and num_envs at the end.
     """
 
-    obs: Node
-    action: Node
+    obs: SpaceNode
+    action: SpaceNode
     first_envs: tuple[int, ...]
 
     @property
@@ -173,7 +173,7 @@ class Slab:
         self._end = -(-self._end // unit) * unit
         return self._end
 
-    def _rows(self, node: Node, offsets: list[int], lent: list[bool] | None = None) -> Rows:
+    def _rows(self, node: SpaceNode, offsets: list[int], lent: list[bool] | None = None) -> Rows:
         n = self.plan.num_envs
         leaves = zip(node.leaves, offsets, strict=True)
         arrays = [self.array(offset, (n, *leaf.shape), leaf.dtype) for leaf, offset in leaves]

@@ -12,7 +12,7 @@ from gymnasium.vector.utils import iterate
 from muster.backends.base import Backend
 from muster.envs.layout import ACTING, FLAGS, RowNode
 from muster.errors import ActionError
-from muster.spaces.tree import Array, Node, Space
+from muster.spaces.tree import Array, Space, SpaceNode
 from muster.vector.results import Bools
 
 
@@ -24,7 +24,7 @@ class ActionWriter:
 
     in_core = True  # whether the core may write batches that fit
 
-    def __init__(self, actions: Node, batched: Space, backend: Backend) -> None:
+    def __init__(self, actions: SpaceNode, batched: Space, backend: Backend) -> None:
         self._actions = actions
         self._batched = batched
         self._backend = backend
@@ -72,7 +72,7 @@ class OneByOneWriter(LenientWriter):
     ignores_surplus: more actions than envs are no error.
     """
 
-    def __init__(self, actions: Node, batched: Space, backend: Backend, *, ignores_surplus: bool = False) -> None:
+    def __init__(self, actions: SpaceNode, batched: Space, backend: Backend, *, ignores_surplus: bool = False) -> None:
         super().__init__(actions, batched, backend)
         self.in_core = not isinstance(actions.space, (spaces.Dict, spaces.Tuple))
         self._ignores_surplus = ignores_surplus

@@ -20,7 +20,7 @@ from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.resources import usable_cores
 from muster.pool.watch import Activity
 from muster.recipes.recipe import Recipe
-from muster.spaces.tree import Casting, Node, tree
+from muster.spaces.tree import Casting, SpaceNode, tree
 from muster.transport.infos import InfoColumns, InfoReader
 from muster.transport.slab import SlabPlan
 from muster.vector.action_writers import ActionWriter, AgentsWriter, LenientWriter
@@ -35,7 +35,9 @@ from muster.worker_info import WorkerInfo
 _AWAKE_PER_CORE = 20
 
 
-def trees_of_spaces(facts: EnvFacts, spaces: BatchedSpaces, casting: Casting | None = None) -> tuple[Node, Node]:
+def trees_of_spaces(
+    facts: EnvFacts, spaces: BatchedSpaces, casting: Casting | None = None
+) -> tuple[SpaceNode, SpaceNode]:
     """Trees that cast only where the kind of number is kept: bool to int to float to complex.
 
     casting: they cast observations by this rule of NumPy's, as other libraries' vector envs do.
@@ -44,7 +46,7 @@ def trees_of_spaces(facts: EnvFacts, spaces: BatchedSpaces, casting: Casting | N
     return obs, tree(spaces.single_action, "action", casting=casting)
 
 
-def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[Node, Node]:
+def agents_trees(facts: EnvFacts, spaces: BatchedSpaces) -> tuple[SpaceNode, SpaceNode]:
     """The trees of a multi-agent env's rows and of its agents' actions."""
     assert facts.agents is not None
     return facts.agents.row_tree(), facts.agents.action_tree()

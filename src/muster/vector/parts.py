@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 from muster.backends.base import Backend
 from muster.backends.recovery import Recovery
 from muster.hosts.env_facts import EnvFacts
-from muster.spaces.tree import Node
+from muster.spaces.tree import SpaceNode
 from muster.transport.infos import InfoReader
 from muster.vector.action_writers import ActionWriter
 from muster.vector.batched_spaces import BatchedSpaces
@@ -33,7 +33,7 @@ class Parts:
     """
 
     spaces: Callable[[Sequence[EnvFacts]], BatchedSpaces]
-    trees: Callable[[EnvFacts, BatchedSpaces], tuple[Node, Node]]
+    trees: Callable[[EnvFacts, BatchedSpaces], tuple[SpaceNode, SpaceNode]]
     writer: Callable[..., ActionWriter]
     raiser: Raiser
     lenient: bool

@@ -22,7 +22,7 @@ from muster.errors import ClosedError, NotPendingError, SpecMismatch, WaitTimeou
 from muster.hosts.failures import Failure, not_rebuilt_here
 from muster.hosts.recipe_plans import Recipes, plans_of
 from muster.interop.starting import NOUNS, sealed, ways_of
-from muster.interop.torchrl.collector_worker import FLAG_BYTES, Ask, Collect, Collected, CollectorPlan, Put, Way
+from muster.interop.torchrl.collector_worker import FLAG_BYTES, Ask, CollectBy, CollectorPlan, Placed, Put, Way
 from muster.pool.closing import close_abandoned, in_all
 from muster.pool.messages import Failed
 from muster.pool.pool import Pool
@@ -63,7 +63,7 @@ class _Work(Hooks):
     """What the workers of a pool do, for its errors. asked: by worker that has not answered, what and when."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, tuple[Collect | Ask, float]] = {}
+        self.asked: dict[int, tuple[CollectBy | Ask, float]] = {}
 
     def raised(self, place: int, failed: Failed) -> BaseException:
         fields = failed.type_name, failed.message, failed.traceback, failed.exception
@@ -88,7 +88,7 @@ class CollectorPool:
         self._interrupted = False
         self._pausing: set[int] = set()
         self._resuming: set[int] = set()  # workers that run free again once they have answered a message
-        self._ready: deque[tuple[int, Collected | None]] = deque()  # by worker, None for a pause
+        self._ready: deque[tuple[int, Placed | None]] = deque()  # by worker, None for a pause
         self._trees: dict[int, Any] = {}
         self._handed: set[int] = set()  # workers whose trees TorchRL's loop has
         self._batches = [0] * self.num_workers
@@ -164,9 +164,9 @@ class CollectorPool:
 
     def _collect(self, worker: int, way: Way) -> None:
         self._files.flags[worker] = 0
-        self._send(worker, Collect(way), self._pool.sealed(Collect(way)))
+        self._send(worker, CollectBy(way), self._pool.sealed(CollectBy(way)))
 
-    def _result(self, worker: int, collected: Collected) -> tuple[Any, int]:
+    def _result(self, worker: int, collected: Placed) -> tuple[Any, int]:
         """What TorchRL's worker puts into its queue: a batch and the worker's index where it is new, or the index."""
         number = self._batches[worker]
         self._batches[worker] += 1
@@ -215,7 +215,7 @@ class CollectorPool:
 
     # ---- both
 
-    def _send(self, worker: int, question: Collect | Ask, data: bytes) -> None:
+    def _send(self, worker: int, question: CollectBy | Ask, data: bytes) -> None:
         if self._pool.closed:
             raise ClosedError("this collector was shut down; make another one")
         self._interrupted = False
@@ -269,12 +269,12 @@ class CollectorPool:
         return None
 
     def _runs_free(self, worker: int) -> bool:
-        return self._asked(worker) == Collect(Way.FREELY)
+        return self._asked(worker) == CollectBy(Way.FREELY)
 
     def _answers_message(self, worker: int) -> bool:
         return isinstance(self._asked(worker), Ask)
 
-    def _asked(self, worker: int) -> Collect | Ask | None:
+    def _asked(self, worker: int) -> CollectBy | Ask | None:
         return self._work.asked.get(worker, (None,))[0]
 
     def _settle(self, worker: int) -> None:
@@ -376,7 +376,7 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class WorkerProcess:
+class ForeignProcess:
     """The process of a worker, as TorchRL's code looks at it: to it, it is none of its own. Muster reports deaths."""
 
     pool: CollectorPool

@@ -57,7 +57,7 @@ class Way(IntEnum):
 
 
 @dataclass(frozen=True)
-class Collect:
+class CollectBy:
     """Asks for a batch."""
 
     way: Way
@@ -81,8 +81,8 @@ class Put(IntEnum):
 
 
 @dataclass(frozen=True)
-class Collected:
-    """The answer to `Collect`. content: the layout of new memory, or the batch."""
+class Placed:
+    """The answer to `CollectBy`. content: the layout of new memory, or the batch."""
 
     put: Put
     content: EnvRows | TensorDictBase | None = None
@@ -212,7 +212,7 @@ class CollectorResident(RecipeResident):
 
     def answer(self, question: Any) -> Any:
         match question:
-            case Collect(way):
+            case CollectBy(way):
                 return self._outcome(self._collected, way)
             case Ask(name, data):
                 with self._activity.of(Doing.TALKING, self._index):
@@ -256,7 +256,7 @@ class CollectorResident(RecipeResident):
         act, answer = _MESSAGES[name]
         return act(self, data), answer
 
-    def _collected(self, way: Way) -> Collected:
+    def _collected(self, way: Way) -> Placed:
         if way == Way.FREELY:
             try:
                 while not self._flag[0]:
@@ -264,10 +264,10 @@ class CollectorResident(RecipeResident):
             except Exception:
                 traceback.print_exc()  # in a free run nobody waits for an answer
                 raise
-            return Collected(Put.BUFFER)
+            return Placed(Put.BUFFER)
         self._inner.init_random_frames = float("inf") if way == Way.RANDOMLY else -1
         batch = self._collect()
-        return Collected(Put.BUFFER) if self._inner.replay_buffer is not None else self._placed(batch)
+        return Placed(Put.BUFFER) if self._inner.replay_buffer is not None else self._placed(batch)
 
     def _collect(self) -> Any:
         self._take_weights()
@@ -286,20 +286,20 @@ class CollectorResident(RecipeResident):
             self._inner.increment_version()
         self._updates = int(beside)
 
-    def _placed(self, batch: TensorDictBase) -> Collected:
+    def _placed(self, batch: TensorDictBase) -> Placed:
         """Puts a batch where the caller finds it."""
         if self._columns is not None and batch is self._columns.tree:
-            return Collected(Put.LAST)
+            return Placed(Put.LAST)
         if not _is_plain(batch):
-            return Collected(Put.HERE, batch)
+            return Placed(Put.HERE, batch)
         if self._columns is not None and _layout(self._columns.tree) == (layout := _layout(batch)) and layout:
             for column, value in zip(_leaves(self._columns.tree), _leaves(batch), strict=True):
                 column.copy_(value)
-            return Collected(Put.LAST)
+            return Placed(Put.LAST)
         self._columns = Columns(batch)
         if batch is getattr(self._inner, "_final_rollout", None):
             self._inner._final_rollout = self._columns.tree  # the next rollouts are written there
-        return Collected(Put.NEW, self._columns.rows(self._columns.tree))
+        return Placed(Put.NEW, self._columns.rows(self._columns.tree))
 
     def _seed(self, seed: int, static_seed: bool) -> int:
         new_seed: int = self._inner.set_seed(with_ints(seed), static_seed=static_seed)

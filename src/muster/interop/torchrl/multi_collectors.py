@@ -23,7 +23,7 @@ from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightS
 
 from muster.arguments import as_whole
 from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError, UsageError
-from muster.interop.torchrl.collector_channels import CollectorPool, Files, Pipe, Queue, WorkerProcess
+from muster.interop.torchrl.collector_channels import CollectorPool, Files, ForeignProcess, Pipe, Queue
 from muster.interop.torchrl.collector_worker import Shared, built_collector, share_storage
 from muster.interop.torchrl.collectors import IN_PROCESSES, require_cuda
 from muster.interop.torchrl.given_envs import sharing
@@ -53,7 +53,7 @@ MULTI_COLLECTOR = UserCall(
 )
 
 
-class _InWorkers:
+class _CollectorsInWorkers:
     """What both collectors do otherwise than TorchRL's: where workers come from, and how weights get there."""
 
     _pool: CollectorPool | None = None
@@ -111,7 +111,7 @@ class _InWorkers:
         self._seen = {} if any(self.policy_factory) else _copied(self._own_weights())
         self._follow(0)
         self.pipes = [Pipe(pool, worker, self._follow) for worker in range(self.num_workers)]
-        self.procs = [WorkerProcess(pool) for _ in range(self.num_workers)]
+        self.procs = [ForeignProcess(pool) for _ in range(self.num_workers)]
         self.queue_out = Queue(pool)
         self.closed = False
 
@@ -230,7 +230,7 @@ class _InWorkers:
         yield from super().iterator()  # type: ignore[misc]  # a mixin
 
 
-class MultiSyncCollector(_InWorkers, TheirMultiSyncCollector):  # type: ignore[misc]  # TorchRL has no types here
+class MultiSyncCollector(_CollectorsInWorkers, TheirMultiSyncCollector):  # type: ignore[misc]  # TorchRL has no types here
     """TorchRL's `MultiSyncCollector` on Muster's processes: batches in shared memory, one process per env function.
 
     Arguments, batches and methods are TorchRL's. ``update_policy_weights_(weights)`` works after `policy_factory`, too.
@@ -250,7 +250,7 @@ class MultiSyncCollector(_InWorkers, TheirMultiSyncCollector):  # type: ignore[m
     """
 
 
-class MultiAsyncCollector(_InWorkers, TheirMultiAsyncCollector):  # type: ignore[misc]  # TorchRL has no types here
+class MultiAsyncCollector(_CollectorsInWorkers, TheirMultiAsyncCollector):  # type: ignore[misc]  # TorchRL has no types here
     """TorchRL's `MultiAsyncCollector` on Muster's processes; see `MultiSyncCollector`.
 
     Arguments and batches are TorchRL's. Each batch comes from one collector, whichever is ready first.
@@ -264,7 +264,7 @@ class MultiAsyncCollector(_InWorkers, TheirMultiAsyncCollector):  # type: ignore
     """
 
 
-class AsyncCollector(_InWorkers, TheirAsyncCollector):  # type: ignore[misc]  # TorchRL has no types here
+class AsyncCollector(_CollectorsInWorkers, TheirAsyncCollector):  # type: ignore[misc]  # TorchRL has no types here
     """TorchRL's `AsyncCollector` on one of Muster's processes; see `MultiSyncCollector`.
 
     Arguments and batches are TorchRL's.

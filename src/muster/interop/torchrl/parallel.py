@@ -23,7 +23,7 @@ from muster.interop.starting import recipes_of
 from muster.interop.torchrl.columns import Columns, has_stacks
 from muster.interop.torchrl.env_worker import Command, hosted
 from muster.interop.torchrl.given_envs import explained, given, sharing
-from muster.interop.torchrl.remote import Channel, Pool, WorkerProcess
+from muster.interop.torchrl.remote import EnvChannel, ForeignProcess, ParallelEnvs
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
 from muster.pool.resources import MEMORY_CHECKS
@@ -59,7 +59,7 @@ _OWN = ("num_processes", "worker_env", "worker_init", "memory_check")
 EnvFn = Callable[..., EnvBase]
 
 
-class _InWorkers(type(TheirParallelEnv)):  # type: ignore[misc]  # TorchRL has no type information here
+class _EnvsInWorkers(type(TheirParallelEnv)):  # type: ignore[misc]  # TorchRL has no type information here
     """Makes a `ParallelEnv` without an env in the caller: TorchRL's wraps lambdas in EnvCreators, which build one."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def _with_their_arguments(init: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]  # TorchRL has no type information here
+class ParallelEnv(TheirParallelEnv, metaclass=_EnvsInWorkers):  # type: ignore[misc]  # TorchRL has no type information here
     """TorchRL's `ParallelEnv`, whose envs are stepped by Muster: no env in the caller, no pickle on a step of tensors.
 
     create_env_fn: returns an `EnvBase`, or a Gymnasium or PettingZoo env; or a list of such functions.
@@ -113,7 +113,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
     _memmap: bool
     _events: Any
     # Of this class, set before TorchRL's constructor runs.
-    _pool: Pool | None
+    _pool: ParallelEnvs | None
     _pool_options: dict[str, Any]  # of Muster's own, as `processes` takes them
     _of_list: tuple[bool, bool]
 
@@ -193,16 +193,16 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
             for i, (recipe, kwargs) in enumerate(zip(bare, self.create_env_kwargs, strict=True))
         ]
 
-    def _open_pool(self) -> Pool:
+    def _open_pool(self) -> ParallelEnvs:
         if self._pool is None:
             threads = self.num_sub_threads or 1
             context = self._mp_start_method
             try:
-                self._pool = Pool(self._recipes(), context=context, num_threads=threads, **self._pool_options)
+                self._pool = ParallelEnvs(self._recipes(), context=context, num_threads=threads, **self._pool_options)
             except CannotTravel as error:
                 label = PARALLEL_ENV.factory + "[{}]" * self._of_list[0]
                 raise (explained(self.create_env_fn, label) or error) from error.__cause__
-        pool: Pool = self._pool
+        pool: ParallelEnvs = self._pool
         return pool
 
     def _drop_pool(self) -> None:
@@ -274,8 +274,8 @@ class ParallelEnv(TheirParallelEnv, metaclass=_InWorkers):  # type: ignore[misc]
             torch.set_num_threads(before)
             self._drop_pool()
             raise
-        self.parent_channels = [Channel(pool, env) for env in range(self.num_workers)]
-        self._workers = [WorkerProcess(pool, env) for env in range(self.num_workers)]
+        self.parent_channels = [EnvChannel(pool, env) for env in range(self.num_workers)]
+        self._workers = [ForeignProcess(pool, env) for env in range(self.num_workers)]
         self._events = [None] * self.num_workers
         self.event = None
         self._plain_inputs = self._find_plain_inputs() if self._use_buffers else None

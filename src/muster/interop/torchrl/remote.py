@@ -36,7 +36,7 @@ PRELOADS = ("torch", "tensordict", "torchrl.envs")
 _COMMANDS = {"step": Command.STEP, "step_and_maybe_reset": Command.STEP_AND_RESET, "reset": Command.RESET}
 
 
-class Pool:
+class ParallelEnvs:
     """The worker processes of one `ParallelEnv`, which have built its envs. options: others of `processes`."""
 
     def __init__(self, recipes: Sequence[Recipe], *, context: str | None, **options: Any) -> None:
@@ -189,10 +189,10 @@ def _shown(arguments: Mapping[str, Any], name: str) -> str:
     return reprlib.repr(arguments[name]) if name in arguments else "not given"
 
 
-class Channel:
+class EnvChannel:
     """One env of a pool, as TorchRL's verbs speak to it."""
 
-    def __init__(self, pool: Pool, env: int) -> None:
+    def __init__(self, pool: ParallelEnvs, env: int) -> None:
         self._pool = pool
         self.env = env
 
@@ -209,10 +209,10 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class WorkerProcess:
+class ForeignProcess:
     """The process of an env, as TorchRL's verbs look at it: to them it is none of theirs. Muster reports deaths."""
 
-    pool: Pool
+    pool: ParallelEnvs
     env: int
 
     _closed = True

@@ -20,7 +20,7 @@ from muster.pool.place import Budget
 from muster.pool.unique_indices import tree
 from muster.rollout.cluster.engine import Engine, HostGone, Ticket
 from muster.rollout.cluster.member import PING_S, SLICE_S, Member, close_all, tell
-from muster.rollout.cluster.node_host import Answered, Met, NodePlan, Shared, opened, sealed
+from muster.rollout.cluster.node_host import Met, NodePlan, Report, Shared, opened, sealed
 from muster.rollout.cluster.node_probe import compare_versions, missing_text, modules_needed, versions_here
 from muster.rollout.cluster.nodes import shares
 from muster.rollout.processes.fates import ReplicaFailed, seed_after
@@ -43,7 +43,7 @@ class Crew:
         self._budget = Budget(plan.max_restarts or 0, Nouns("node", pool="the collectors are"))
         self._modules = modules_needed(plan)
         self._owed: dict[Ticket, tuple[Member, str]] = {}
-        self.answers: dict[Ticket, Answered] = {}
+        self.answers: dict[Ticket, Report] = {}
         self.seeds: list[int | None] = [None] * len(plan.plans)
         self.notes: list[str] = []
         self.closed, self._listened_at = False, 0.0
@@ -75,13 +75,13 @@ class Crew:
         """Whether that answer is still to come."""
         return ticket in self._owed
 
-    def forget(self, ticket: Ticket) -> Answered | None:
+    def forget(self, ticket: Ticket) -> Report | None:
         """Returns an answer, if it has come. Nobody takes one that comes later; what it tells besides counts."""
         if ticket in self._owed:
             self._owed[ticket] = self._owed[ticket][0], ""
         return self.answers.pop(ticket, None)
 
-    def content(self, member: Member, answer: Answered) -> Any:
+    def content(self, member: Member, answer: Report) -> Any:
         """What a node has answered. Raises what it has failed with."""
         if answer.failure is None:
             return answer.content
@@ -108,7 +108,7 @@ class Crew:
             for ticket, data in self._engine.wait(asked, SLICE_S).items():
                 member = asked.pop(ticket)
                 if not isinstance(data, HostGone):
-                    answer: Answered = opened(data)
+                    answer: Report = opened(data)
                     member.stats = answer.content
                     fresh.add(member)
                     warned += tell(member, answer)
@@ -137,7 +137,7 @@ class Crew:
             if isinstance(data, HostGone):
                 self._lose(member, data.reason, is_final=data.is_final)
                 continue
-            answer: Answered = opened(data)
+            answer: Report = opened(data)
             warned += tell(member, answer)
             if name == "meet":
                 self._meet(member, answer, warned)
@@ -175,7 +175,7 @@ class Crew:
             say(text)
         member.is_said = True  # a head that is asked again and again may be gone at one time, which nobody outlives
 
-    def _meet(self, member: Member, answer: Answered, warned: Warned) -> None:
+    def _meet(self, member: Member, answer: Report, warned: Warned) -> None:
         """Checks what a node has, and has it start its collectors. Raises ConfigError."""
         met: Met = self.content(member, answer)
         member.is_met, member.where, member.node_id = True, met.host, met.node_id
@@ -193,7 +193,7 @@ class Crew:
         else:
             raise ConfigError(error)
 
-    def _is_started(self, member: Member, answer: Answered) -> None:
+    def _is_started(self, member: Member, answer: Report) -> None:
         if member.started is None:
             member.started = self.content(member, answer)
         elif answer.failure is not None or answer.content.fields != member.started.fields:

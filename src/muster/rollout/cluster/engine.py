@@ -18,7 +18,7 @@ Parcel = Sequence[Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where a node host is to be. cpus: those that it may have; its share of the collectors is by them.
 
     collectors: how many; None for that share.  policy_device: None for the collectors' own.
@@ -67,7 +67,7 @@ class Engine(ABC):
     min_nodes: int = 1
 
     @abstractmethod
-    def places(self, most: int) -> Sequence[Place]:
+    def places(self, most: int) -> Sequence[Site]:
         """Where node hosts are to be, at most `most` unless more were asked for."""
 
     @abstractmethod

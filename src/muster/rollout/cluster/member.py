@@ -13,7 +13,7 @@ from muster.pool.closing import CloseLimits, warn_of_cuts
 from muster.pool.logs import hand_over
 from muster.pool.notices import say
 from muster.rollout.cluster.engine import Engine, Host, HostGone, Ticket
-from muster.rollout.cluster.node_host import Answered, NodePlan, Started, opened, sealed
+from muster.rollout.cluster.node_host import NodePlan, Report, Started, opened, sealed
 
 SLICE_S, PING_S = 0.05, 0.5
 _LAST_WORDS_S, _ON_ITS_WAY_S = 1.0, 5.0
@@ -63,7 +63,7 @@ class Member:
         return f"node {self.index} ({self.where})"
 
 
-def tell(member: Member, answer: Answered) -> list[tuple[str, type[Warning]]]:
+def tell(member: Member, answer: Report) -> list[tuple[str, type[Warning]]]:
     """Hands on what has happened on a node besides; returns its warnings, which filters may make errors of."""
     hand_over(answer.logs, answer.lost_logs, {"node_index": member.index, "host": member.where})
     for text in answer.said:

@@ -57,7 +57,7 @@ class Started(NamedTuple):
 
 
 @dataclass
-class Answered:
+class Report:
     """What an order has come to.
 
     content: the answer.  failure: an exception in its place.  closed: whether the pool is closed.
@@ -149,7 +149,7 @@ class NodeHost:
 
     def __init__(self, host: str, node_id: str) -> None:
         self.host, self.node_id = host, node_id
-        self._happened, self._guard = Answered(), threading.Lock()
+        self._happened, self._guard = Report(), threading.Lock()
         self.collecting = 0  # the number of the batch under way
         self._weights_fd, self._version, self._installing = memfd("weights"), 0, threading.Lock()
         self._pool: ReplicaPool | None = None
@@ -192,7 +192,7 @@ class NodeHost:
             failure = error
         printed = self._prints.take(self._place, ends_lines=orders is _Orders or name == "close")
         with self._guard:
-            happened, self._happened = self._happened, Answered()
+            happened, self._happened = self._happened, Report()
         happened.logs += printed
         happened.content, happened.failure = content, failure
         happened.closed = self._pool is not None and self._pool.closed

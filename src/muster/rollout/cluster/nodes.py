@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.arguments import as_whole, check_options, option
 from muster.errors import ConfigError
-from muster.rollout.cluster.engine import Place
+from muster.rollout.cluster.engine import Site
 from muster.rollout.weights import Device
 
 
@@ -100,7 +100,7 @@ def _require_named(option: str, value: Any, kinds: Any, words: str) -> None:
         raise ConfigError(option, f"None, or a mapping from names {words}", value)
 
 
-def shares(num_collectors: int, places: Sequence[Place]) -> list[range]:
+def shares(num_collectors: int, places: Sequence[Site]) -> list[range]:
     """The collectors of each node, in order: those it wishes for, or a share of the rest in proportion to its CPUs.
 
     Raises ConfigError.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from muster.errors import ConfigError
-from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Place, Ticket
+from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Site, Ticket
 from muster.rollout.cluster.node_host import NodeHost
 from muster.rollout.cluster.nodes import Node, RayCluster
 from muster.rollout.cluster.ray_connection import Connection, ConnectionLost, connect, this_node
@@ -125,10 +125,10 @@ class RayEngine(Engine):
         # Ray sends each class to the head once, and waits for that.
         self._kind = self._connection.ray.remote(concurrency_groups={"order": 1, "beside": _BESIDE})(NodeActor)
 
-    def places(self, most: int) -> Sequence[Place]:
+    def places(self, most: int) -> Sequence[Site]:
         with self._connection.used() as ray:
             self._spots = self._chosen(ray, most)
-        return [Place(spot.cpus, spot.wish.collectors, spot.wish.policy_device) for spot in self._spots]
+        return [Site(spot.cpus, spot.wish.collectors, spot.wish.policy_device) for spot in self._spots]
 
     def _chosen(self, ray: Any, most: int) -> list[_Spot]:
         nodes, group = self._cluster.nodes, self._cluster.placement_group

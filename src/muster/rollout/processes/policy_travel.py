@@ -33,7 +33,7 @@ _factories_of_types: dict[type, Callable[[], Any]] = {}
 _factories_of_objects: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}
 
 
-class Obstacle(NamedTuple):
+class PolicyObstacle(NamedTuple):
     """The object that keeps a policy where it is: path from the policy, type, and the reason.
 
     marked: the object has the mark ``uncopyable``.
@@ -103,7 +103,7 @@ def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:
     _factories_of_objects[key] = (reference, factory)
 
 
-def obstacle_to(policy: Any) -> Obstacle | None:
+def obstacle_to(policy: Any) -> PolicyObstacle | None:
     """The obstacle that keeps `policy` from being copied to another process; None where there is none.
 
     In this order: the mark ``uncopyable``, a ``__deepcopy__`` of its own that raises, a tensor inside a graph, whatever
@@ -111,7 +111,7 @@ def obstacle_to(policy: Any) -> Obstacle | None:
     """
     mark = _mark_that_stays(policy)
     if mark is not None:
-        return Obstacle(mark.path, mark.type_name, mark.reason or "marked as uncopyable", marked=True)
+        return PolicyObstacle(mark.path, mark.type_name, mark.reason or "marked as uncopyable", marked=True)
     parts = {"policy": policy}
     walk = Walk(parts, limit_s=_WALK_S)
     rebuilt: set[int] = set()
@@ -124,14 +124,14 @@ def obstacle_to(policy: Any) -> Obstacle | None:
         if reason is not None:
             trail = walk.trail(value)
             if not any(id(holder) in rebuilt for _, holder in trail):
-                return Obstacle(_as_written(trail[-1][0]), type_name(value), reason, marked=held is not None)
+                return PolicyObstacle(_as_written(trail[-1][0]), type_name(value), reason, marked=held is not None)
     outcome = attempt(policy, silence_s=_SILENCE_S, skip=rebuilt)
     if outcome.data is not None:
         return None
     blocking = [c for c in culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome]) if c.severity == "blocks"]
     if blocking:
-        return Obstacle(_as_written(blocking[0].path), blocking[0].type, blocking[0].reason)
-    return Obstacle("policy", type_name(policy), f"it cannot be pickled: {outcome.error}")
+        return PolicyObstacle(_as_written(blocking[0].path), blocking[0].type, blocking[0].reason)
+    return PolicyObstacle("policy", type_name(policy), f"it cannot be pickled: {outcome.error}")
 
 
 def pack_policy(policy: Any, big: list[pickle.PickleBuffer] | None = None) -> bytes:
