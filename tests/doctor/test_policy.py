@@ -14,7 +14,7 @@ from torch import nn
 import muster
 import programs
 from command import muster as run_muster
-from muster.doctor.policy_calls import judge_policy
+from muster.doctor.findings import judge_policy
 from muster.doctor.targets import judge_target
 
 pytestmark = pytest.mark.usefixtures("kept_launchers")

@@ -98,7 +98,6 @@ class DoctorOptions(_NamedEnv):
     timeout: float = option(60.0, "seconds after which a trial is taken to hang", least=0.1)
     seconds: float = option(1.0, "how long each line that could be recommended is run", least=0.01)
     policy: str | None = option(None, "module:factory of a policy: can it go to collector processes?")
-    policy_factory: str | None = option(None, "module:factory of a policy: does it build the same one everywhere?")
     soak: float | None = option(None, "also look for leaks, for so many seconds", least=1)
     json: bool = option(False, "print JSON, for programs")
 

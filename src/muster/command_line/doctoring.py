@@ -12,7 +12,7 @@ from typing import Any
 from muster.command_line.command_options import DoctorOptions
 from muster.doctor.diagnosing import diagnose
 from muster.doctor.diagnosis import Diagnosis, Measurements
-from muster.doctor.targets import about_import, import_code, judge_target, policy_factory_of
+from muster.doctor.targets import about_import, import_code, judge_target
 from muster.extras import require
 from muster.pool.launcher_client import LauncherClient
 from muster.pool.notices import say, starts_unsaid
@@ -42,16 +42,14 @@ def diagnose_for(options: DoctorOptions) -> Diagnosis:
     Raises RecipeError, ModuleNotFoundError, and what `diagnose` raises.
     """
     assert options.env is not None
-    for option, provided in (("--policy", options.policy), ("--policy-factory", options.policy_factory)):
-        if provided is not None:
-            require(f"{option} needs", "muster-rl[torch]", "torch", "tensordict")
+    if options.policy is not None:
+        require("--policy needs", "muster-rl[torch]", "torch", "tensordict")
     if (unusable := about_import(options.env, options.timeout)) is not None:
         return Diagnosis(options.env, (unusable,), Measurements(), None)
     env, wrappers = env_named(options.env), list(map(callable_named, options.wrapper))
     judged = None if options.policy is None else judge_target(options.policy, options.timeout)
-    factory = None if options.policy_factory is None else policy_factory_of(options.policy_factory)
     chosen: dict[str, Any] = {name: getattr(options, name) for name in ("num_envs", "env_kwargs", "timeout", "seconds")}
-    chosen |= {"policy_factory": factory, "wrappers": wrappers, "soak_s": options.soak, "name": options.env}
+    chosen |= {"wrappers": wrappers, "soak_s": options.soak, "name": options.env}
     with _progress() as progress:
         diagnosis = diagnose(env, progress=progress, **chosen)
     if judged is not None:

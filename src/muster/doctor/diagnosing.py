@@ -26,7 +26,7 @@ from muster.doctor.soak import run_soak
 from muster.doctor.trials import STEPPING_MANY, stepping_many
 from muster.envs import resolve_foreign_id
 from muster.envs.adapt import from_torchrl, with_torchrl
-from muster.errors import CannotTravel, RecipeError, WrongType
+from muster.errors import CannotTravel, RecipeError
 from muster.extras import require
 from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
 from muster.introspection import callable_name, type_name
@@ -51,7 +51,6 @@ def diagnose(
     env: Any,
     *,
     policy: Any = None,
-    policy_factory: Any = None,
     num_envs: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
     wrappers: Sequence[Callable[[Any], Any]] = (),
@@ -77,25 +76,17 @@ def diagnose(
     name: the env's name in messages.
     progress: called with the name of each stage before it begins.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.
-    policy_factory: as for `MultiCollector`. Builds a policy twice in another process: are their weights alike in names,
-        shapes and dtypes, and do they give the same for the env's observations with the same weights? With `policy`,
-        they are compared with it and get its weights, and it is called once, here. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense. Raises
-    ImportError where a policy is to be examined without PyTorch, WrongType for a factory that cannot be called.
-    Returns a `Diagnosis`, whose ``str`` is a report.
+    ImportError where a policy is to be examined without PyTorch. Returns a `Diagnosis`, whose ``str`` is a report.
 
     >>> import muster
     >>> diagnosis = muster.diagnose("CartPole-v1", env_kwargs={"speed": 2})
     >>> diagnosis.blocks, [finding.topic for finding in diagnosis.findings if finding.severity == "blocks"]
     (True, ['life', 'start methods'])
     """
-    examined = [name for name, given in (("policy", policy), ("policy_factory", policy_factory)) if given is not None]
-    if examined:
-        require(f"diagnose({examined[0]}=...) needs", "muster-rl[torch]", "torch", "tensordict")
-    if policy_factory is not None and not callable(policy_factory):
-        got = type_name(policy_factory)
-        raise WrongType(f"policy_factory must be a function that builds the policy, got an object of type {got}")
+    if policy is not None:
+        require("diagnose(policy=...) needs", "muster-rl[torch]", "torch", "tensordict")
     if num_envs is not None:
         num_envs = whole("num_envs", num_envs, 1)
     if soak_s is not None:
@@ -111,19 +102,10 @@ def diagnose(
             progress(f"soaking it for {soak_s:g} s")
             results["soak"], verdicts = _soak(diagnosis, subject, soak_s)
             found += verdicts
-        if examined:
-            progress("examining the policy")
         if policy is not None:
-            from muster.doctor.policy_calls import judge_policy
-
-            finding, results["policy"] = judge_policy(policy)
+            progress("examining the policy")
+            finding, results["policy"] = findings.judge_policy(policy)
             found.append(finding)
-        if policy_factory is not None:
-            from muster.doctor.policy_factory import judge_factory
-
-            # An env that could not be stepped would end another trial in the same way, or hang in it.
-            can_step = diagnosis.measured.step_median_s is not None
-            found += judge_factory(policy_factory, policy, subject.trials if subject and can_step else None, timeout)
     return replace(diagnosis, findings=tuple(found), **results)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from muster.doctor.diagnosis import Finding, Severity, seconds, size
+from muster.doctor.diagnosis import Finding, PolicyVerdict, Severity, seconds, size
 from muster.hosts.trial import STARTING, TrialOutcome
 from muster.vector.side_by_side import SideBySide
 
@@ -115,6 +116,29 @@ def about_sharing(shared: str) -> Finding:
         "such objects itself"
     )
     return Finding("warns", "sharing", text)
+
+
+def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
+    """The decision of `MultiCollector` about `policy`, made before any process starts, as a finding and a verdict.
+
+    Imports PyTorch.
+    """
+    from muster.rollout.processes.policy_travel import obstacle_to
+    from muster.rollout.weights import named_weights
+
+    weights = named_weights(policy)
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    obstacle = obstacle_to(policy)
+    if obstacle is None:
+        text = f"it can be copied to collector processes, once; {len(weights)} weights ({size(weight_bytes)}) follow"
+        return Finding("good", "policy", text), PolicyVerdict(True, weight_bytes)
+    ways = obstacle.ways_out()
+    verdict = PolicyVerdict(False, weight_bytes, obstacle.path, obstacle.type_name, obstacle.reason, ways)
+    if obstacle.marked:
+        text = f"it stays in the calling process, as it asks: {obstacle}. There it acts for the envs of all workers"
+        return Finding("note", "policy", text), verdict
+    text = f"it cannot be copied to collector processes, because of {obstacle}. MultiCollector lets it act here for all"
+    return Finding("warns", "policy", text, "\n".join(f"# {way}" for way in ways)), verdict
 
 
 def about_start_methods(tried: Mapping[str, str | None], known: bool) -> list[Finding]:

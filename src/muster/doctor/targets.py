@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from muster.doctor.advice import name_in_code
 from muster.doctor.diagnosis import Finding, PolicyVerdict
@@ -15,7 +13,7 @@ from muster.doctor.findings import about_early_end
 from muster.doctor.trials import importing, judging
 from muster.errors import RecipeError
 from muster.hosts.trial import Trials
-from muster.recipes.named import callable_named, parse_name
+from muster.recipes.named import parse_name
 
 
 def import_code(target: str, wrappers: Sequence[str], line: str) -> str:
@@ -57,20 +55,6 @@ def judge_target(target: str, timeout_s: float) -> tuple[Finding, PolicyVerdict 
         return ended[0], None
     judged: tuple[Finding, PolicyVerdict] = outcome.results["judged"]
     return judged
-
-
-def policy_factory_of(target: str) -> Callable[[], Any]:
-    """The factory that ``--policy-factory module:make_policy`` names; it imports the module where it is called.
-
-    Raises RecipeError where the target names no function, ModuleNotFoundError.
-    """
-    if parse_name(target) is None:
-        raise RecipeError(f"--policy-factory must be module:make_policy, a function without arguments, got {target!r}")
-    return functools.partial(_call_named, target)
-
-
-def _call_named(target: str) -> Any:
-    return callable_named(target)()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import numpy as np
 
 from muster._core import Doing
 from muster.doctor.api_checkers import check_api, name_api
+from muster.doctor.findings import judge_policy
 from muster.doctor.fixes import Fix, arguments_of
 from muster.doctor.held import Held, files_in, held
 from muster.doctor.measure import make_envs, warmed_up
@@ -56,9 +57,6 @@ def judging(reporter: Reporter, target: str) -> None:
         return
     reporter.stage("building it")
     policy = found() if inspect.isroutine(found) or inspect.isclass(found) else found
-    reporter.stage("importing PyTorch")
-    from muster.doctor.policy_calls import judge_policy
-
     reporter.stage("seeing whether it can be copied")
     reporter.result("judged", judge_policy(policy))
 
