@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
-import threading
 import time
 from typing import Any
 
@@ -61,24 +60,16 @@ class Leaky(gym.Env[Any, Any]):
             self.kept.append(np.ones(20_000, np.uint8))
         if trait == "cache" and len(self.kept) < CACHE * min(1, (time.perf_counter() - self.began) / self.fill_s):
             self.kept.append(np.ones(100_000, np.uint8))
-        if trait == "slower":
-            sum(self.kept)
         if trait == "raise" and self.episodes == 50:
             raise RuntimeError("the simulator has lost its licence")
 
     def _each_episode(self, trait: str) -> None:
         if trait == "handle":
             self.kept.append(os.open("/dev/null", os.O_RDONLY))
-        if trait == "thread":
-            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-        if trait == "thread that ends":
-            threading.Thread(target=time.sleep, args=(0.05,)).start()
         if trait == "process":
             self.kept.append(subprocess.Popen(["sleep", "1000"]))
         if trait == "trajectory":
             self.kept.clear()
-        if trait == "slower":
-            self.kept += [0] * 300
         if trait == "cycle":  # with a buffer; garbage until Python's next collection
             cycle: list[Any] = [np.ones(1_000_000, np.uint8)]
             cycle.append(cycle)

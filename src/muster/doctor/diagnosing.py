@@ -70,9 +70,8 @@ def diagnose(
     timeout: seconds for each stage of a trial, and for each step.
     seconds: how long each line that could be recommended is run, after its start.
     soak_s: for so many seconds the env is also stepped and reset by random allowed actions, in one process. Findings
-        then say whether memory, file handles, threads, child processes, or the time of a step or a reset grow, and how
-        fast; `Diagnosis.soak` has the figures. What grows in the first third alone is no leak: soak for three times as
-        long as the env takes to fill its caches.
+        then say whether memory, file handles or child processes grow, and how fast; `Diagnosis.soak` has the figures.
+        What grows in the first third alone is no leak: soak for three times as long as the env takes to fill its caches.
     name: the env's name in messages.
     progress: called with the name of each stage before it begins.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.

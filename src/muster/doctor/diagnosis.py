@@ -144,7 +144,7 @@ Trend = Literal["steady", "grows"]
 
 @dataclass(frozen=True)
 class SoakedQuantity:
-    """One quantity of a soak. unit: "bytes", "seconds", or "" for a count.
+    """One quantity of a soak. unit: "bytes", or "" for a count.
 
     marks: its value at the start, after a third of the time, after two thirds and at the end.
     a_step, an_episode: growth after the first third; 0 where `trend` says that it does not grow.
@@ -241,9 +241,7 @@ def tried_rows(tried: Sequence[TriedLine]) -> list[tuple[str, str]]:
 
 
 def amount(value: float, unit: str) -> str:
-    """A value of a `SoakedQuantity`, as ``38 MB``, ``1.2 ms`` or ``17``."""
-    if unit == "seconds":
-        return seconds(value)
+    """A value of a `SoakedQuantity`, as ``38 MB`` or ``17``."""
     return size(round(value)) if unit == "bytes" else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 

@@ -8,9 +8,8 @@ import os
 import re
 import resource
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +30,12 @@ _MOST_SAMPLES = 200
 _SAMPLE_COSTS_AT_MOST = 1 / 10
 # An episode that takes longer than this part of the time is cut short, so that there are enough samples.
 _LONGEST_EPISODE = 1 / 30
-_KEPT_DURATIONS = 1024
 # A soak ends early at so much growth since its start: of memory a part of what is free, this much at most.
 _PART_OF_MEMORY, _MOST_BYTES = 0.25, 4 << 30
 _MOST_HANDLES = 0.9  # of what the process may open
-_MOST_THREADS, _MOST_CHILDREN = 1000, 200
+_MOST_CHILDREN = 200
 
-# The first third of a soak is for caches, lazy imports and pools; only what grows after it can be a leak.
+# The first third of a soak is for caches and lazy imports; only what grows after it can be a leak.
 _WARM_UP = 1 / 3
 _FEWEST_LATER_SAMPLES = 12
 # A leak goes on: from one quarter of the later samples to the next it adds this part of its mean, at least. And it
@@ -52,7 +50,7 @@ class Sample(NamedTuple):
     """The process of a soaked env right after a reset, without garbage.
 
     at_s: seconds since the start.  memory_bytes: resident, and what its children share with nobody.
-    handles, threads: of its own process alone.  step_s, reset_s: medians since the sample before; None without any.
+    handles: of its own process alone.
     """
 
     at_s: float
@@ -60,34 +58,16 @@ class Sample(NamedTuple):
     episodes: int
     memory_bytes: int
     handles: int
-    threads: int
     children: int
-    step_s: float | None
-    reset_s: float | None
 
 
-@dataclass(frozen=True)
-class _Quantity:
-    """A quantity of `Sample`. name: in the plural for what is counted.
-
-    tolerance: growth that is none, after the first third: an amount, or a part of what there was.
-    """
-
-    field: str
-    name: str
-    unit: str
-    tolerance: tuple[float, float]
-
-
-# Memory comes last: whatever else leaks takes some of it, too.
-_QUANTITIES = (
-    _Quantity("handles", "file handles", "", (2.5, 0.0)),
-    _Quantity("threads", "threads", "", (2.5, 0.0)),
-    _Quantity("children", "child processes", "", (2.5, 0.0)),
-    _Quantity("step_s", "time of a step", "seconds", (5e-6, 0.5)),
-    _Quantity("reset_s", "time of a reset", "seconds", (100e-6, 0.5)),
-    _Quantity("memory_bytes", "memory", "bytes", (256_000, 0.005)),
-)
+# By field of `Sample`: name, unit, and the growth after the first third that is none: an amount, or a part of what
+# there was. Memory comes last: whatever else leaks takes some of it, too.
+_QUANTITIES = {
+    "handles": ("file handles", "", (2.5, 0.0)),
+    "children": ("child processes", "", (2.5, 0.0)),
+    "memory_bytes": ("memory", "bytes", (256_000, 0.005)),
+}
 
 
 def soaking(recipe: Recipe, reporter: Reporter, seconds: float, most_bytes: int) -> None:
@@ -103,7 +83,6 @@ def soaking(recipe: Recipe, reporter: Reporter, seconds: float, most_bytes: int)
         limits = {
             "memory_bytes": most_bytes,
             "handles": _MOST_HANDLES * most_handles,
-            "threads": _MOST_THREADS,
             "children": _MOST_CHILDREN,
         }
         reporter.stage("soaking it")
@@ -125,43 +104,34 @@ def _samples(env: Any, seconds: float, alive: Callable[[], None]) -> Iterator[Sa
     """Plays an env by random actions for so many seconds. alive: called after each step."""
     player = RandomPlayer(env)
     player.seed(0)
-    steps_s, resets_s = deque[float](maxlen=_KEPT_DURATIONS), deque[float](maxlen=_KEPT_DURATIONS)
     steps = episodes = 0
     start, next_at_s, seed = time.perf_counter(), 0.0, {"seed": 0}
-    at_s = 0.0
     while True:
-        before_s = time.perf_counter() - start
         player.begin_episode(**seed)
         began_at_s = at_s = time.perf_counter() - start
-        resets_s.append(began_at_s - before_s)
         episodes, seed = episodes + 1, {}
         if at_s >= next_at_s or at_s > seconds:
             cpu_s = time.thread_time()
-            yield Sample(at_s, steps, episodes, *_held(), _median(steps_s), _median(resets_s))
-            steps_s.clear()
-            resets_s.clear()
+            yield Sample(at_s, steps, episodes, *_held())
             # Not by the wall's clock: while other processes have the core, the env does not step either.
             next_at_s = at_s + max(seconds / _MOST_SAMPLES, (time.thread_time() - cpu_s) / _SAMPLE_COSTS_AT_MOST)
             if at_s > seconds:
                 return
         while not player.over and at_s <= min(seconds, began_at_s + seconds * _LONGEST_EPISODE):
-            action = player.act()
-            before_s = time.perf_counter() - start
-            player.take_step(action)
+            player.take_step(player.act())
             at_s = time.perf_counter() - start
-            steps_s.append(at_s - before_s)
             steps += 1
             alive()
 
 
-def _held() -> tuple[int, int, int, int]:
-    """Bytes of memory, file handles, threads and child processes of this process."""
+def _held() -> tuple[int, int, int]:
+    """Bytes of memory, file handles and child processes of this process."""
     gc.collect()  # what waits for its collection is no leak
     children = descendants(os.getpid()) or ()
     # In a fork its own private memory would grow with each page of the caller's that it writes to.
     resident_bytes = int(read_text(Path("/proc/self/statm")).split()[1]) * os.sysconf("SC_PAGE_SIZE")
     held_bytes = resident_bytes + sum(private_bytes(child) or 0 for child in children)
-    return held_bytes, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(children)
+    return held_bytes, len(os.listdir("/proc/self/fd")), len(children)
 
 
 def _names() -> dict[str, Counter[str]]:
@@ -172,10 +142,6 @@ def _names() -> dict[str, Counter[str]]:
             handles[re.sub(r":\[\d+\]$", "", os.readlink(f"/proc/self/fd/{fd}"))] += 1  # pipe:[4711], socket:[4711]
     children = descendants(os.getpid()) or ()
     return {"handles": handles, "children": Counter(read_text(Path(f"/proc/{one}/comm")).strip() for one in children)}
-
-
-def _median(durations_s: Sequence[float]) -> float | None:
-    return float(np.median(durations_s)) if durations_s else None
 
 
 # ---- the verdicts
@@ -194,7 +160,7 @@ def judge_soak(outcome: TrialOutcome, soak_s: float) -> tuple[Soak | None, list[
     if not samples:
         return None, findings
     stopped_by, last = outcome.results.get("stopped_by"), samples[-1]
-    grown = {one.field: _growth(one, samples, one.field == stopped_by) for one in _QUANTITIES}
+    grown = {field: _growth(field, samples, field == stopped_by) for field in _QUANTITIES}
     quantities = tuple(growth for growth in grown.values() if growth is not None)
     soak = Soak(last.at_s, soak_s, last.steps, last.episodes, quantities)
     played = f"{seconds(soak.seconds)}, {soak.episodes:,} episodes and {soak.steps:,} steps"
@@ -218,23 +184,23 @@ def judge_soak(outcome: TrialOutcome, soak_s: float) -> tuple[Soak | None, list[
     return soak, findings
 
 
-def _growth(quantity: _Quantity, samples: Sequence[Sample], stopped: bool) -> SoakedQuantity | None:
+def _growth(field: str, samples: Sequence[Sample], stopped: bool) -> SoakedQuantity | None:
     """The course of one quantity; None where the samples are too few to tell. stopped: whether it ended the soak."""
-    known = [one for one in samples if getattr(one, quantity.field) is not None]
-    columns = ("at_s", "steps", "episodes", quantity.field)
-    at_s, *counts, values = (np.array([getattr(one, name) for one in known], np.float64) for name in columns)
-    later = np.flatnonzero(at_s >= samples[-1].at_s * _WARM_UP)
+    name, unit, tolerance = _QUANTITIES[field]
+    columns = ("at_s", "steps", "episodes", field)
+    at_s, *counts, values = (np.array([getattr(one, column) for one in samples], np.float64) for column in columns)
+    later = np.flatnonzero(at_s >= at_s[-1] * _WARM_UP)
     if len(later) < _FEWEST_LATER_SAMPLES and not stopped:
         return None
     quarters = np.array_split(later, 4)
-    grows = stopped or _goes_on_growing([values[part] for part in quarters], quantity.tolerance)
-    first, last = (np.arange(1), np.arange(len(known) - 1, len(known))) if stopped else (quarters[0], quarters[-1])
+    grows = stopped or _goes_on_growing([values[part] for part in quarters], tolerance)
+    first, last = ([0], [-1]) if stopped else (quarters[0], quarters[-1])
     added = np.median(values[last]) - np.median(values[first])
     a_step, an_episode = (float(added / max(1.0, np.median(one[last]) - np.median(one[first]))) for one in counts)
     trend: Trend = "grows" if grows else "steady"
-    thirds = np.searchsorted(at_s, samples[-1].at_s * np.arange(4) / 3).clip(max=len(known) - 1)
+    thirds = np.searchsorted(at_s, at_s[-1] * np.arange(4) / 3).clip(max=len(at_s) - 1)
     marks = tuple(map(float, values[thirds]))
-    return SoakedQuantity(quantity.name, quantity.unit, trend, marks, a_step * grows, an_episode * grows)
+    return SoakedQuantity(name, unit, trend, marks, a_step * grows, an_episode * grows)
 
 
 def _goes_on_growing(quarters: Sequence[npt.NDArray[np.float64]], tolerance: tuple[float, float]) -> bool:
@@ -248,9 +214,7 @@ def _goes_on_growing(quarters: Sequence[npt.NDArray[np.float64]], tolerance: tup
 
 def _about_leak(growth: SoakedQuantity, soak: Soak, example: str | None) -> str:
     many = f"after {soak.episodes:,} episodes and {soak.steps:,} steps"
-    start, before, _, after = (amount(mark, growth.unit) for mark in growth.marks)
-    if growth.unit == "seconds":
-        return f"the {growth.name} grows and grows: {before} after {seconds(soak.seconds / 3)}, {after} {many}"
+    start, after = (amount(growth.marks[i], growth.unit) for i in (0, 3))
     rates = f"{amount(growth.a_step, growth.unit)} a step, {amount(growth.an_episode, growth.unit)} an episode"
     text = f"leaks {growth.name}, {rates}: from {start} to {after} {many}"
     if growth.unit == "bytes":
