@@ -22,7 +22,6 @@ class Patient(gym.Env[Any, Any]):
 
     def __init__(self, trait: str = "") -> None:
         self.trait = trait
-        self.buffer = np.zeros(3)
         if trait in ("alone", "three in a process"):
             Patient.instances += 1
             if Patient.instances > (1 if trait == "alone" else 3):
@@ -76,9 +75,6 @@ class Patient(gym.Env[Any, Any]):
         if self.trait == "disturbs":
             Patient.shared = Patient.shared / 2 + drawn / 2
             return Patient.shared.copy()
-        if "reuses its buffer" in self.trait:
-            self.buffer[:] = drawn
-            return self.buffer
         return drawn
 
 

@@ -168,14 +168,6 @@ def test_a_user_may_have_few_threads(only: Only, monkeypatch: pytest.MonkeyPatch
     assert limits.meaning.startswith("enough for about 100 workers")
 
 
-def test_a_limit_on_files_sizes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "try_contexts", lambda *args, **options: ALL_START)
-    with limited(resource.RLIMIT_FSIZE, 10**9):
-        facts = examine().facts
-    [fact] = [fact for fact in facts if fact.remedy == "ulimit -f unlimited"]
-    assert (fact.severity, fact.text) == ("warns", "no file may be larger than 1 GB")
-
-
 def test_a_worker_takes_what_the_limits_are_divided_by() -> None:
     held = {}
     for num_workers in (1, 3):

@@ -30,7 +30,7 @@ from muster.errors import CannotTravel, RecipeError
 from muster.extras import require
 from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
 from muster.introspection import callable_name, type_name
-from muster.pickling import Culprit, find_culprits, fork_hazards
+from muster.pickling import Culprit, fork_hazards
 from muster.pool.launcher_client import LauncherClient
 from muster.pool.resources import usable_cores
 from muster.recipes.existing_env import is_env
@@ -41,7 +41,6 @@ CONTEXTS = ("forkserver", "spawn", "fork")
 # The stages of every worker and every trial, in order; first those before an env's first step.
 _BEFORE_STEPS = ("unpacking the recipe", "building it", "resetting it")
 _ON_THE_WAY = (*_BEFORE_STEPS, "stepping it", "closing it")
-_SHOWN_CULPRITS = 3
 _LONG_BUILD_S = 5.0
 _REPLAY_HASH_SEED = 2
 
@@ -71,7 +70,7 @@ def diagnose(
     seconds: how long each line that could be recommended is run, after its start.
     soak_s: for so many seconds the env is also stepped and reset by random allowed actions, in one process. Findings
         then say whether memory, file handles or child processes grow, and how fast; `Diagnosis.soak` has the figures.
-        What grows in the first third alone is no leak: soak for three times as long as the env takes to fill its caches.
+        What grows in the first third alone is no leak: soak three times as long as the env takes to fill its caches.
     name: the env's name in messages.
     progress: called with the name of each stage before it begins.
     policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.
@@ -161,7 +160,8 @@ def _diagnose_env(
             line = unbuildable(env, _source(env, target), env_kwargs)
             return Diagnosis(target, (Finding("blocks", "recipe", str(error)),), Measurements(), line), None
     if is_env(env):
-        found.append(_about_instance(env))
+        text = f"this is an env that exists already; new ones are made from its spec {env.spec.id!r}."
+        found.append(Finding("note", "recipe", text))
     subject = replace(Subject.of(pair[0], timeout, found), say=progress)
     travels, shared, behaviour = subject.travels, subject.shared, TrialOutcome()
     if travels and not shared:
@@ -314,15 +314,6 @@ def _source(env: Any, target: str) -> str:
     if not module:
         name = callable_name(env).rpartition(".")[2] if inspect.isfunction(env) or inspect.isclass(env) else ""
     return name if name.isidentifier() else "make_env"
-
-
-def _about_instance(env: Any) -> Finding:
-    culprits = [culprit for culprit in find_culprits(env, "env") if culprit.severity == "blocks"]
-    text = f"this is an env that exists already; new ones are made from its spec {env.spec.id!r}."
-    if culprits:
-        listed = "; ".join(f"{c.path} ({c.type}): {c.reason}" for c in culprits[:_SHOWN_CULPRITS])
-        text += f" It could not have been sent to a worker itself: {listed}"
-    return Finding("note", "recipe", text)
 
 
 def _pack(recipe: Recipe, found: list[Finding]) -> bytes | None:

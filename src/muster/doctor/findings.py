@@ -36,16 +36,8 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
     results = outcome.results
     if "api" in results:
         found += _about_api(results["api"], results.get("refused"), results.get("warned", ()))
-    blocking = [culprit for culprit in results.get("culprits", ()) if culprit[3] == "blocks"]
-    if blocking:
-        path, kind, reason, _ = blocking[0]
-        text = f"the env itself cannot be sent ({path}: {kind}: {reason}): hand over how to build it, never the env"
-        found.append(Finding("note", "instance", text))
     if results.get("one_per_process"):
         found.append(Finding("note", "isolation", 'its class declares metadata["one_per_process"] = True'))
-    if results.get("reuses_buffers"):
-        text = "it writes every observation into the same array; Muster copies, others may not"
-        found.append(Finding("note", "buffers", text))
     if results.get("changes_action"):
         found.append(Finding("warns", "actions", "its step changes the action array it is given"))
     if results.get("costly_infos"):

@@ -63,7 +63,7 @@ class MachineReport:
 def examine() -> MachineReport:
     """The facts about this machine, and the packages that are installed. Starts a worker by each start method."""
     facts = [_about_python(), _about_system(), _about_cores(), _about_memory(), _about_shm()]
-    facts += [_about_gpu(), _about_limits(), *_about_file_size(), *_about_starts()]
+    facts += [_about_gpu(), _about_limits(), *_about_starts()]
     return MachineReport(installed_version("muster-rl") or "of unknown version", tuple(facts), tuple(_about_packages()))
 
 
@@ -157,15 +157,6 @@ def _about_limits() -> Fact:
     meaning = f"enough for about {room:,} workers: {FDS_PER_WORKER} files and {THREADS_PER_WORKER} threads each"
     severity: Severity = "warns" if room < usable_cores() else "good"
     return Fact(severity, "limits", ", ".join(texts), meaning=meaning)
-
-
-def _about_file_size() -> list[Fact]:
-    """The limit of a file's size, which a memory file has, too."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if limit == resource.RLIM_INFINITY:
-        return []
-    text = f"no file may be larger than {size(limit)}"
-    return [Fact("warns", "limits", text, "ulimit -f unlimited", "it applies to Muster's memory files, too")]
 
 
 def _about_starts() -> list[Fact]:

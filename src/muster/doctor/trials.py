@@ -24,7 +24,6 @@ from muster.envs.player import Player
 from muster.errors import RecipeError
 from muster.hosts.trial import Reporter
 from muster.introspection import find_in
-from muster.pickling import find_culprits
 from muster.pool.resources import own_memory_bytes
 from muster.recipes.named import parse_name
 from muster.recipes.recipe import Recipe
@@ -78,8 +77,6 @@ def behaviour(recipe: Recipe, reporter: Reporter, watch: Callable[[], None] = la
         reporter.result("api", name_api(env))
         player = Player(env, reporter.alive)
         reporter.result("one_per_process", bool((getattr(env, "metadata", None) or {}).get("one_per_process")))
-        reporter.stage("looking for what in it cannot travel")
-        reporter.result("culprits", [[c.path, c.type, c.reason, c.severity] for c in find_culprits(env, "env")])
         reporter.stage("resetting it")
         player.reset(0)
         reporter.stage("stepping it")
@@ -88,7 +85,6 @@ def behaviour(recipe: Recipe, reporter: Reporter, watch: Callable[[], None] = la
         reporter.result("rows", rows)
         reporter.result("env_bytes", max(0, own_memory_bytes() - before))
         reporter.result("threads_started", max(0, _threads() - threads))
-        reporter.result("reuses_buffers", player.reuses_buffers)
         reporter.result("changes_action", player.changes_action)
         reporter.result("costly_infos", _costly(player.infos))
         reporter.result("digest_again", player.play(0, rows))

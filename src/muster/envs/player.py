@@ -79,7 +79,7 @@ class RandomPlayer:
 
 
 class Player(RandomPlayer):
-    """Plays one env. rows, infos, reuses_buffers and changes_action describe what `play` has seen.
+    """Plays one env. rows, infos and changes_action describe what `play` has seen.
 
     Digests sum up all that the env has returned since the last reset by a seed.
 
@@ -91,13 +91,10 @@ class Player(RandomPlayer):
         self._on_row = on_row
         self._digest = hashlib.sha256()
         self._info_digests: dict[str, Any] = {}
-        self._last: Any = None
-        self._kept: Any = None
         self.rows = self._seen_rows = 0
         self.infos: list[dict[str, Any]] = []
         self.steps_s: list[float] = []
         self.resets_s: list[float] = []
-        self.reuses_buffers = False
         self.changes_action = False
 
     @property
@@ -113,7 +110,7 @@ class Player(RandomPlayer):
     def reset(self, seed: int) -> None:
         """Starts an episode, and seeds the actions."""
         self.seed(seed)
-        self._digest, self._info_digests, self._last = hashlib.sha256(), {}, None
+        self._digest, self._info_digests = hashlib.sha256(), {}
         self._seen_rows = 0
         self._start_episode(seed=seed, options=None)
 
@@ -160,10 +157,6 @@ class Player(RandomPlayer):
         self._seen_rows += 1
         with contextlib.suppress(Exception):  # of a key's repr, or a dict that holds itself: no failure of the env
             self._see_info(self._seen[1])
-        last, kept = self._last, self._kept
-        if last is not None and kept is not None:
-            self.reuses_buffers |= not np.array_equal(last, kept, equal_nan=kept.dtype.kind in "fc")
-        self._last, self._kept = obs, obs.copy() if isinstance(obs, np.ndarray) else None
 
     def _see_info(self, info: Any) -> None:
         for place, value in _values_in(info, "infos"):
