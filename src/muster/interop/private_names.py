@@ -60,9 +60,8 @@ def _first_gone() -> str | None:
     for owner, names in PRIVATE_NAMES.items():
         module, _, name = owner.partition(":")
         cls = getattr(import_module(module), name, None)
-        for one in names:
-            if not hasattr(cls, one):
-                return f"{one} of TorchRL's {name}"
+        if gone := next((one for one in names if not hasattr(cls, one)), None):
+            return f"{gone} of TorchRL's {name}"
     return None
 
 

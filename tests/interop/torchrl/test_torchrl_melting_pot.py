@@ -79,7 +79,7 @@ def test_an_env_that_exists_already_is_told_by_the_engine_in_it_and_the_function
         with pytest.raises(CannotTravel, match=rf"^{where} is an env that exists already") as caught:
             ParallelEnv(6, given)
         assert f"{where}{'._env' * 8}: dmlab2d.dmlab2d_pybind.Lab2d: " in str(caught.value)
-        assert f"return MeltingpotEnv(substrate={SMALL!r})" in str(caught.value)
+        assert "return MeltingpotEnv(...)" in str(caught.value)
     with pytest.raises(CannotTravel, match=r"^create_env_fn\[1\].<closure>.env is an env"):
         ParallelEnv(2, [partial(MeltingpotEnv, SMALL), lambda: env])
     env.close()

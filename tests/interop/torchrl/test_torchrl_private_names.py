@@ -38,7 +38,7 @@ OF_CLASSES = {name for names in private_names.PRIVATE_NAMES.values() for name in
 # What only objects of TorchRL's classes have: no import can look for it, so the extra names the releases that have it.
 OF_OBJECTS = {
     *("_auto_register_policy_transforms", "_carrier", "_carrier_has_no_device", "_cast_to_policy_device", "_closed"),
-    *("_compact_next_keys", "_compiled_step_and_maybe_reset", "_constructor_kwargs", "_env", "_env_input_keys"),
+    *("_compact_next_keys", "_compiled_step_and_maybe_reset", "_env", "_env_input_keys"),
     *("_events", "_fallback_policy", "_final_rollout", "_info_dict_reader", "_memmap", "_mp_start_method"),
     *("_non_tensor_keys", "_owns_workers", "_policy_output_keys", "_selected_reset_keys", "_selected_step_keys"),
     *("_share_memory", "_shared_tensordict_parent_next", "_shared_tensordict_parent_root", "_single_task", "_storage"),

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from muster._core import map_fd
-from muster.errors import ClosedError, NotPendingError, SpecMismatch, WaitTimeout
+from muster.errors import ClosedError, ConfigError, NotPendingError, SpecMismatch, WaitTimeout
 from muster.hosts.failures import Failure, not_rebuilt_here
 from muster.hosts.recipe_plans import Recipes, plans_of
 from muster.interop.starting import NOUNS, sealed, ways_of
@@ -349,12 +349,7 @@ class Pipe:
         """Does nothing: the pool is closed as a whole."""
 
 
-_WAYS = {
-    "continue": Way.ACTING,
-    "continue_random": Way.RANDOMLY,
-    "run_free": Way.FREELY,
-    "restart": Way.FREELY,
-}
+_WAYS = {"continue": Way.ACTING, "continue_random": Way.RANDOMLY, "run_free": Way.FREELY, "restart": Way.FREELY}
 
 
 @dataclass(frozen=True)
@@ -377,15 +372,16 @@ class Queue:
 
 @dataclass(frozen=True)
 class ForeignProcess:
-    """The process of a worker, as TorchRL's code looks at it: to it, it is none of its own. Muster reports deaths."""
+    """The process of a worker or an env, as TorchRL's code looks at it: none of its own. Muster reports deaths."""
 
-    pool: CollectorPool
+    is_alive: Callable[[], bool]  # whether the pool is still open
+    _start_method: str
 
     _closed = True
 
-    def is_alive(self) -> bool:
-        """Whether the pool is still open."""
-        return not self.pool.closed
+
+class Refused(ConfigError, RuntimeError):
+    """What TorchRL's classes raise RuntimeError for."""
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -112,18 +112,11 @@ class Facts:
     loop_reason: str
 
 
-class Shared:
+class Shared(dict[str, Any]):
     """Objects that processes share by way of multiprocessing or torch, pickled as for a process that starts."""
 
-    def __init__(self, **values: Any) -> None:
-        self.values = values
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _shared_again, (bytes(ForkingPickler.dumps(self.values)),)
-
-
-def _shared_again(data: bytes) -> Shared:
-    return Shared(**pickle.loads(data))
+        return pickle.loads, (bytes(ForkingPickler.dumps(dict(self))),)
 
 
 def share_storage(replay_buffer: Any) -> None:
@@ -140,7 +133,6 @@ def built_collector(
     collector_class: Any,
     num_threads: int,
     policy: Any,
-    packed_policy: bytes | None,
     policy_factory: Callable[[], Any] | None,
     shared: Shared,
     trajs_per_batch: int | None,
@@ -149,14 +141,15 @@ def built_collector(
 ) -> Any:
     """The collector of this process.
 
-    shared: replay buffer, pool of trajectories and interruptor.  options, arguments: others of the collector's.
+    policy: packed, where it was sent.  shared: replay buffer, pool of trajectories and interruptor.
+    options, arguments: others of the collector's.
     """
     torch.set_num_threads(num_threads)
     if init_fn is not None:
         init_fn()
-    buffer = shared.values["replay_buffer"]
-    if packed_policy is not None:
-        policy = pickle.loads(packed_policy)
+    buffer = shared["replay_buffer"]
+    if isinstance(policy, bytes):
+        policy = pickle.loads(policy)
     made = Collector if collector_class is None else collector_class
     # As in TorchRL's workers: the buffer is filled here, or by the collector, which puts trajectories together.
     made._ignore_rb = options["extend_buffer"] if trajs_per_batch is None else False
@@ -168,7 +161,7 @@ def built_collector(
         split_trajs=False,
         return_same_td=buffer is None or bool(made._ignore_rb),
         trajs_per_batch=trajs_per_batch,
-        **shared.values,
+        **shared,
         **options,
         **arguments,
     )
@@ -316,10 +309,7 @@ _MESSAGES: dict[str, tuple[Callable[[CollectorResident, Any], Any], str]] = {
     "load_state_dict": (lambda one, data: one._inner.load_state_dict(data), "loaded"),
     "getattr_policy": (lambda one, name: getattr(one._inner.policy, name), "getattr_policy"),
     "getattr_env": (lambda one, name: getattr(one._inner.env, name), "getattr_env"),
-    "cascade_execute": (
-        lambda one, data: one._inner.cascade_execute(data[0], *data[1], **data[2]),
-        "cascade_execute",
-    ),
+    "cascade_execute": (lambda one, data: one._inner.cascade_execute(data[0], *data[1], **data[2]), "cascade_execute"),
     "get_distant_attr": (lambda one, name: one._inner.get_distant_attr(name), "get_distant_attr"),
     "setattr": (lambda one, data: setattr(one._inner, *data), "setattr"),
 }

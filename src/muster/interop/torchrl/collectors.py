@@ -43,7 +43,11 @@ class _Dispatching(type(TheirCollector)):  # type: ignore[misc]  # TorchRL has n
             return type.__call__(cls, *args, **kwargs)
         if len(args) > 2:
             raise WrongType("Collector accepts at most create_env_fn and policy positionally")
-        options = _checked_options(cls, args, dict(backend_options or {}), kwargs)
+        options = dict(backend_options or {})
+        if reserved := sorted(cls._RESERVED_OPTIONS & options.keys()):
+            raise ConfigError(f"backend_options contains reserved selector keys: {reserved}")
+        if duplicates := sorted(options.keys() & {*kwargs, *("create_env_fn", "policy")[: len(args)]}):
+            raise ConfigError(f"Backend options duplicate top-level collector arguments: {duplicates}")
         backend = _chosen(backend, num_collectors)
         if backend == "direct":
             if num_collectors not in (None, 1):
@@ -115,11 +119,9 @@ def require_cuda(cudagraph_policy: Any) -> None:
 
 def _chosen(backend: str | None, num_collectors: Any) -> str:
     """The backend: the argument, or that of TorchRL's context, or what `num_collectors` says."""
-    if num_collectors is not None:
-        if as_whole(num_collectors) is None:
-            raise WrongType(f"num_collectors must be a positive integer, got {num_collectors!r}")
-        if num_collectors < 1:
-            raise ConfigError(f"num_collectors must be a positive integer, got {num_collectors}")
+    if num_collectors is not None and (as_whole(num_collectors) or 0) < 1:
+        kind = ConfigError if as_whole(num_collectors) is not None else WrongType
+        raise kind(f"num_collectors must be a positive integer, got {num_collectors!r}")
     backend = _get_service_backend() if backend is None else normalize_service_backend(backend)
     if backend is None:
         return "direct" if num_collectors is None else "process"
@@ -133,12 +135,3 @@ def _chosen(backend: str | None, num_collectors: Any) -> str:
         known = sorted(TheirCollector._BACKENDS)
         raise ConfigError(f"Collector does not support backend={backend!r}. Expected one of {known}")
     return backend
-
-
-def _checked_options(cls: Any, args: Any, options: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    if reserved := sorted(cls._RESERVED_OPTIONS & options.keys()):
-        raise ConfigError(f"backend_options contains reserved selector keys: {reserved}")
-    given = {*kwargs, *("create_env_fn", "policy")[: len(args)]}
-    if duplicates := sorted(options.keys() & given):
-        raise ConfigError(f"Backend options duplicate top-level collector arguments: {duplicates}")
-    return options

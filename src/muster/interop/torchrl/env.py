@@ -184,10 +184,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
 
 
 def as_torchrl(
-    envs: AnyVectorEnv,
-    *,
-    categorical_action_encoding: bool | None = None,
-    device: torch.device | str | None = None,
+    envs: AnyVectorEnv, *, categorical_action_encoding: bool | None = None, device: torch.device | str | None = None
 ) -> MusterEnv:
     """A vector env as a TorchRL env of batch size ``[N]``, with agents nested by group where there are several.
 

@@ -17,10 +17,11 @@ from gymnasium import spaces
 from tensordict import TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
 from torch import Tensor
 from torchrl.data import Binary, Bounded, Categorical, MultiCategorical, MultiOneHot, OneHot
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase
 
 from muster.envs.attributes import get_through, set_through
 from muster.errors import RecipeError, SpecMismatch
+from muster.interop.torchrl.short_steps import parts_of
 from muster.introspection import type_name
 from muster.rollout.plain_modules import as_key
 from muster.spaces import stacking
@@ -41,9 +42,7 @@ class _Stepping:
     def __init__(self, env: EnvBase) -> None:
         self.env = env
         self.metadata: dict[str, Any] = dict(getattr(env, "metadata", None) or {})
-        self._base = env
-        while isinstance(self._base, TransformedEnv):
-            self._base = self._base.base_env
+        self._base = parts_of(env)[1]
         self._root: TensorDictBase | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -130,7 +129,8 @@ class ManyAgents(_Stepping):
         self._specs = {group: (env.full_observation_spec[group], env.full_action_spec[group]) for group in members}
         self._obs_paths = {group: _paths(seen) for group, (seen, _) in self._specs.items()}
         self._action_paths = {group: _paths(acts) for group, (_, acts) in self._specs.items()}
-        self._rewards = {group: self._reward_of(group) for group in members}
+        paths = _paths(env.full_reward_spec)
+        self._rewards = {group: next((path for path in paths if path[0] == group), paths[0]) for group in members}
         self._spaces = {group: self._spaces_of(group) for group in members}
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
@@ -165,10 +165,6 @@ class ManyAgents(_Stepping):
     def _spaces_of(self, group: str) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         seen, acts = (spec[0] for spec in self._specs[group])
         return _space_of(seen, self._obs_paths[group], "observation"), _space_of(acts, self._action_paths[group], None)
-
-    def _reward_of(self, group: str) -> Path:
-        paths = _paths(self.env.full_reward_spec)
-        return next((path for path in paths if path[0] == group), paths[0])
 
     def _observed(self, tree: TensorDictBase, agents: list[str]) -> Obs:
         observed: Obs = {}

@@ -10,6 +10,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -26,9 +27,9 @@ from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 from muster.arguments import with_ints
 from muster.envs.pettingzoo import is_pettingzoo
 from muster.errors import MusterError, RecipeError
-from muster.interop.torchrl.columns import EnvRows
+from muster.interop.torchrl.columns import EnvRows, has_stacks
 from muster.interop.torchrl.leaves import Keys, Writer
-from muster.interop.torchrl.short_steps import BareEnv, BareGym, bare_env, bare_gym
+from muster.interop.torchrl.short_steps import BareEnv, BareGym, bare_gym, has_own_verbs
 from muster.introspection import type_name
 from muster.rollout.fields import describe
 from muster.rollout.plain_modules import as_key
@@ -66,8 +67,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
     def __init__(self, env: EnvBase) -> None:
         self.env = env
         info = get_worker_info()
-        self._index = info.env_index if info is not None and info.env_index is not None else 0
-        self._worker = 0 if info is None else info.worker_index
+        self._index, self._worker = (0, 0) if info is None else (info.env_index or 0, info.worker_index)
         self._key_sets: list[Keys | None] = [None]
         self._bare: BareGym | BareEnv | None = None
 
@@ -95,12 +95,12 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         whole = rows[self._index].mapped()
         self._next = whole.get("next")
         self._root = whole.exclude("next")
-        self._reset_keys, self._object_keys = reset_keys, object_keys
+        self._object_keys = object_keys
         self._write_next = Writer(self._next, "the step's", required=step_keys)
         self._write_root = Writer(self._root, "the root's")
         self._bare = bare_gym(self.env, self._root, self._next)
-        if self._bare is None and not object_keys:
-            self._bare = bare_env(self.env, self._root, self._next, self._write_next)
+        if self._bare is None and not object_keys and has_own_verbs(self.env) and not has_stacks(whole):
+            self._bare = BareEnv(self.env, self._root, self._next, self._write_next)
         of_reset, required = self._root.select(*reset_keys, strict=False), [as_key(key) for key in reset_keys]
         required = [path for path in required if path[-1] != _FLAG]
         self._write_reset = Writer(of_reset, "the reset's", required)
@@ -125,12 +125,10 @@ class HostedEnv(gymnasium.Env[Any, Any]):
             if bare is not None:
                 if bare.step() and command == Command.STEP_AND_RESET:
                     self._write_root(self.env.maybe_reset(self._root.exclude(*self.env.reset_keys).clone()))
-            elif command == Command.STEP_AND_RESET:
-                self._step_and_reset(keys)
-            elif command == Command.STEP:
-                self._step(keys)
-            else:
+            elif command == Command.RESET:
                 self._reset(keys, {})
+            else:
+                self._step(keys, resets=command == Command.STEP_AND_RESET)
         except Exception as error:
             if bare is None or isinstance(self.env, TransformedEnv):  # else TorchRL's code has no part in it
                 self._advise(error, "reset" if command == Command.RESET else "step")
@@ -165,19 +163,19 @@ class HostedEnv(gymnasium.Env[Any, Any]):
                 "do not promise: check_env_specs(env) of torchrl.envs.utils shows all that differs"
             )
 
-    def _step(self, keys: Keys | None, objects: TensorDictBase | None = None) -> TensorDictBase:
-        data = self.env.step(self._input(keys, objects))
-        arrived = data.get("next")
-        self._write_next(arrived)
-        self._write_root(self.env._step_mdp(data))
-        return arrived
-
-    def _step_and_reset(
-        self, keys: Keys | None, objects: TensorDictBase | None = None
+    def _step(
+        self, keys: Keys | None, objects: TensorDictBase | None = None, *, resets: bool
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        data, root = self.env.step_and_maybe_reset(self._input(keys, objects))
+        """Steps the env, and by `resets` resets it where it is done; returns what has arrived, and the next root."""
+        given = self._root.clone()  # what the env hands on of it is written after its column was
+        if keys is not None:
+            given.set("next", self._next.select(*keys))
+        if objects is not None:
+            given.update(objects)
+        data, root = self.env.step_and_maybe_reset(given) if resets else (self.env.step(given), None)
         arrived = data.get("next")
         self._write_next(arrived)
+        root = self.env._step_mdp(data) if root is None else root
         self._write_root(root)
         return arrived, root
 
@@ -187,28 +185,16 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         (self._write_reset if given is None else self._write_given_reset)(current)
         return current
 
-    def _input(self, keys: Keys | None, objects: TensorDictBase | None) -> TensorDictBase:
-        root = self._root.clone()  # what the env hands on of it is written after its column was
-        if keys is not None:
-            root.set("next", self._next.select(*keys))
-        if objects is not None:
-            root.update(objects)
-        return root
-
     # ---- messages that carry objects
 
-    def _handle_step(self, data: Any) -> Any:
+    def _handle_step(self, data: Any, *, resets: bool = False) -> Any:
         if not isinstance(data, dict):  # shapes are dynamic: there are no columns
             return self.env._step(data)
         keys = _tuple_of(data.get("next_td_passthrough_keys"))
-        arrived = self._step(keys, data.get("non_tensor_data"))
-        return "objects", arrived.select(*self._object_keys, strict=False)
-
-    def _handle_step_and_reset(self, data: Any) -> Any:
-        keys = _tuple_of(data.get("next_td_passthrough_keys"))
-        arrived, root = self._step_and_reset(keys, data.get("non_tensor_data"))
-        objects = root.select(*self._object_keys)
-        return "objects", objects.set("next", arrived.select(*self._object_keys))
+        arrived, root = self._step(keys, data.get("non_tensor_data"), resets=resets)
+        if not resets:
+            return "objects", arrived.select(*self._object_keys, strict=False)
+        return "objects", root.select(*self._object_keys).set("next", arrived.select(*self._object_keys))
 
     def _handle_reset(self, data: Any) -> Any:
         given, kwargs = data
@@ -246,7 +232,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
 _STEPS = {"step": "step", "step_and_maybe_reset": "step", "reset": "reset"}
 _HANDLERS: dict[str, Callable[[HostedEnv, Any], Any]] = {
     "step": HostedEnv._handle_step,
-    "step_and_maybe_reset": HostedEnv._handle_step_and_reset,
+    "step_and_maybe_reset": partial(HostedEnv._handle_step, resets=True),
     "reset": HostedEnv._handle_reset,
     "seed": HostedEnv._handle_seed,
     "state_dict": lambda hosted, _: ("state_dict", without_locks(hosted.env.state_dict())),
@@ -257,18 +243,14 @@ _HANDLERS: dict[str, Callable[[HostedEnv, Any], Any]] = {
 
 def hosted(env: Any) -> HostedEnv:
     """The env that a factory has returned, for the engine. Raises RecipeError."""
-    return HostedEnv(_as_env_base(env))
-
-
-def _as_env_base(env: Any) -> EnvBase:
     if isinstance(env, EnvBase):
-        return env
+        return HostedEnv(env)
     problem: TypeError | None = None
     try:
         if is_pettingzoo(env):
-            return PettingZooWrapper(env)
+            return HostedEnv(PettingZooWrapper(env))
         if isinstance(env, gymnasium.Env):
-            return GymWrapper(env)
+            return HostedEnv(GymWrapper(env))
     except TypeError as error:  # an env with PettingZoo's methods, but of another class
         problem = error
     raise RecipeError(

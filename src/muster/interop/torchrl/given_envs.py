@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase  # type: ignore[import-untyped]  # it ships no py.typed
 from torch import Tensor
-from torchrl.envs import EnvBase, EnvCreator, TransformedEnv
+from torchrl.envs import EnvBase, EnvCreator
 
 from muster.errors import CannotTravel, ConfigError
 from muster.interop.torchrl.columns import Columns
 from muster.introspection import type_name
-from muster.pickling import is_plain
 from muster.recipes.existing_env import find_existing_env
-from muster.recipes.sources import factory_example, what_blocks
+from muster.recipes.sources import constructor_of, factory_example, what_blocks
 
 
 def given(env: EnvBase, **kwargs: Any) -> EnvBase:
@@ -40,19 +38,9 @@ def explained(fns: Sequence[Any], label: str) -> CannotTravel | None:
             return CannotTravel(
                 f"{path} is an env that exists already ({type_name(env)}), and cannot be sent to a worker:{lines}\n"
                 f"Every env is built where it runs; hand over a function that builds it:\n"
-                f"{factory_example(constructor(env))}"
+                f"{factory_example(constructor_of(env))}"
             )
     return None
-
-
-def constructor(env: EnvBase) -> str:
-    """The code that builds an env like `env`, as far as it shows."""
-    if isinstance(env, TransformedEnv):
-        return f"{type(env).__name__}({constructor(env.base_env)}, ...)"
-    takes = inspect.signature(type(env).__init__).parameters
-    kwargs = {name: value for name, value in getattr(env, "_constructor_kwargs", {}).items() if name in takes}
-    written = [f"{name}={value!r}" if is_plain(value) else f"{name}=..." for name, value in kwargs.items()]
-    return f"{type(env).__name__}({', '.join(written) or '...'})"
 
 
 class SharedCreator:
@@ -83,10 +71,7 @@ def sharing(creator: Any) -> Any:
     """The factory to send to workers in the place of a user's: that of an `EnvCreator` shares the state, if any."""
     if not isinstance(creator, EnvCreator) or not any(True for _ in _tensors(creator.state_dict())):
         return creator
-    made = _made.get(id(creator))
-    if made is None:
-        made = _made[id(creator)] = SharedCreator(creator)
-    return made
+    return _made.get(id(creator)) or _made.setdefault(id(creator), SharedCreator(creator))
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

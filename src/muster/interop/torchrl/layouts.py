@@ -38,8 +38,6 @@ class Codec:
     ) -> None:
         if isinstance(space, (spaces.Tuple, spaces.OneOf, spaces.Sequence, spaces.Graph, spaces.Text)):
             raise _no_tensors(space)
-        if isinstance(space, spaces.MultiDiscrete) and (space.nvec != space.nvec[:1]).any() and space.nvec.ndim > 1:
-            raise _no_tensors(space)  # rows of different counts: TorchRL raises, or stacks them lazily
         self.spec: Any
         self._device = device
         self._children: dict[str, Codec] | None = None
@@ -181,19 +179,13 @@ class AgentGroups:
         self._leads = {group: (envs.num_envs, len(agents)) for group, agents in envs.groups.items()}
         seen, acts = envs.single_observation_space.spaces, envs.single_action_space.spaces
         # TorchRL's own multi-agent envs observe one-hot vectors, whichever way actions are encoded.
-        self._obs = {
-            group: Codec(seen[group], lead, categorical=False, device=device) for group, lead in self._leads.items()
-        }
-        self._actions = {
-            group: Codec(acts[group], lead, categorical=categorical, device=device)
-            for group, lead in self._leads.items()
-        }
-        about = {"state": envs.state_space, "shared": seen.get("shared")}
-        self._about_all = {
-            name: Codec(space, (envs.num_envs,), categorical=False, device=device)
-            for name, space in about.items()
-            if space is not None
-        }
+        leads = self._leads.items()
+        self._obs = {g: Codec(seen[g], lead, categorical=False, device=device) for g, lead in leads}
+        self._actions = {g: Codec(acts[g], lead, categorical=categorical, device=device) for g, lead in leads}
+        about = [("state", envs.state_space), ("shared", seen.get("shared"))]
+        known = [(name, space) for name, space in about if space is not None]
+        lead = (envs.num_envs,)
+        self._about_all = {name: Codec(space, lead, categorical=False, device=device) for name, space in known}
         self._masks = {group: (*self._leads[group], *shape) for group, shape in envs.mask_shapes.items()}
         self._make_specs()
 

@@ -90,9 +90,9 @@ class Writer:
             if value is not None:
                 found.append((column, value))
                 if not _fits(value, column):
-                    odd[path] = laid_out_otherwise(self._what, path, value, brief(column))
+                    odd[path] = self._misfit(values, path, value, column)
             elif required:
-                raise missing_in(values, self._what, path, brief(column))
+                raise self._misfit(values, path, None, column)
         if odd:  # of the leaf that the env has set first: others may have been made of it
             raise next(odd[path] for path in map(as_key, values.keys(True)) if path in odd)
         _write(found)
@@ -103,10 +103,9 @@ class Writer:
         made: those that are made where they are missing.
         """
         for path, column, required, value in self._pairs(values):
-            if value is None and required and path not in made:
-                return missing_in(values, self._what, path, brief(column))
-            if isinstance(value, Tensor) and value.numel() != column.numel():
-                return laid_out_otherwise(self._what, path, value, brief(column))
+            is_missing = value is None and required and path not in made
+            if is_missing or (isinstance(value, Tensor) and value.numel() != column.numel()):
+                return self._misfit(values, path, value, column)
         return None
 
     def write_if_whole(self, values: TensorDictBase) -> bool:
@@ -127,24 +126,18 @@ class Writer:
             for name, whole, column, required in leaves:
                 yield whole, column, required, entries.get(name)
 
-
-def missing_in(values: TensorDictBase, what: str, path: Path, expected: str) -> SpecMismatch:
-    """The error for a leaf that `values` lack."""
-    return SpecMismatch(
-        f"{what} tensordict has no {describe(path)}, expected {expected}; it has "
-        f"{sorted(map(str, values.keys(True, True)))}. Make the env's specs and its results agree"
-    )
-
-
-def laid_out_otherwise(what: str, path: Path, value: Any, expected: str) -> SpecMismatch:
-    """The error for a leaf of another shape or dtype."""
-    return SpecMismatch(
-        f"{what} {describe(path)} is {brief(value)}, expected {expected}, as its spec says; check_env_specs(env) of "
-        "torchrl.envs.utils shows all that differs"
-    )
+    def _misfit(self, values: TensorDictBase, path: Path, value: Any, column: Tensor) -> SpecMismatch:
+        """The error for a leaf that `values` lack, or that has another shape or dtype."""
+        what, expected = f"{self._what} {describe(path)} is {_brief(value)}", f"expected {_brief(column)}"
+        if value is None:
+            its = sorted(map(str, values.keys(True, True)))
+            what = f"{self._what} tensordict has no {describe(path)}"
+            return SpecMismatch(f"{what}, {expected}; it has {its}. Make the env's specs and its results agree")
+        ways_out = "check_env_specs(env) of torchrl.envs.utils shows all that differs"
+        return SpecMismatch(f"{what}, {expected}, as its spec says; {ways_out}")
 
 
-def brief(value: Any) -> str:
+def _brief(value: Any) -> str:
     """Shape and dtype of a tensor; the class of anything else."""
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torchrl import objectives
 
 from muster.nn.shared_copies import copied_as_twins
@@ -33,10 +32,9 @@ class _CopiesAsTwins:
             return super().make_value_estimator(*args, **kwargs)  # type: ignore[misc]  # a mixin of losses
 
     @functools.wraps(objectives.LossModule.get_stateful_net)
-    def get_stateful_net(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def get_stateful_net(self, *args: Any, **kwargs: Any) -> Any:
         with copied_as_twins(vars(self), args, kwargs):
-            net: nn.Module = super().get_stateful_net(*args, **kwargs)  # type: ignore[misc]  # a mixin of losses
-        return net
+            return super().get_stateful_net(*args, **kwargs)  # type: ignore[misc]  # a mixin of losses
 
 
 def _made_from(original: Any) -> Any:
@@ -55,10 +53,8 @@ def _made_from(original: Any) -> Any:
 
 
 def _made_from_all() -> dict[str, Any]:
-    originals = [
-        value for name in __all__ if isinstance(value := getattr(objectives, name), type(objectives.LossModule))
-    ]
-    ours = {original: _made_from(original) for original in originals}
+    named, kind = (getattr(objectives, name) for name in __all__), type(objectives.LossModule)
+    ours = {original: _made_from(original) for original in named if isinstance(original, kind)}
     for original, made in ours.items():
         for base in original.__mro__[1:]:
             if base in ours:

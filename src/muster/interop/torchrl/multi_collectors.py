@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightS
 
 from muster.arguments import as_whole
 from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError, UsageError
-from muster.interop.torchrl.collector_channels import CollectorPool, Files, ForeignProcess, Pipe, Queue
+from muster.interop.torchrl.collector_channels import CollectorPool, Files, ForeignProcess, Pipe, Queue, Refused
 from muster.interop.torchrl.collector_worker import Shared, built_collector, share_storage
 from muster.interop.torchrl.collectors import IN_PROCESSES, require_cuda
 from muster.interop.torchrl.given_envs import sharing
@@ -41,7 +41,10 @@ _OPTIONS = (
     *("max_frames_per_traj", "reset_at_each_iter", "exploration_type", "reset_when_done", "set_truncated"),
     *("extend_buffer", "trust_policy", "no_cuda_sync", "init_random_frames", "trajs_per_write", "compact_obs"),
 )
-_WAY_OUT = "call update_policy_weights_(), or update_policy_weights_(weights) after policy_factory, which need none"
+_NO_USE = (
+    "has no use here: leave it out, and call update_policy_weights_(), or update_policy_weights_(weights) after "
+    "policy_factory, which need none"
+)
 
 MULTI_COLLECTOR = UserCall(
     name="MultiSyncCollector",
@@ -64,18 +67,15 @@ class _CollectorsInWorkers:
 
     def _setup_multi_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
         if weight_updater is not None:
-            raise ConfigError(f"weight_updater has no use here: leave it out, and {_WAY_OUT}")
+            raise ConfigError(f"weight_updater {_NO_USE}")
         for name, scheme in (weight_sync_schemes or {}).items():
             if name != "policy" or type(scheme) not in _LOCAL_SCHEMES:
-                raise ConfigError(
-                    f"weight_sync_schemes[{name!r}] is a {type(scheme).__name__}, which has no use here: leave it out, "
-                    f"and {_WAY_OUT}"
-                )
+                raise ConfigError(f"weight_sync_schemes[{name!r}] is a {type(scheme).__name__}, which {_NO_USE}")
         super()._setup_multi_weight_sync(None, weight_sync_schemes)  # type: ignore[misc]  # a mixin
 
     def register_scheme_receiver(self, weight_recv_schemes: Any, **options: Any) -> None:
         """Raises ConfigError, whatever the `options`: no scheme brings weights here."""
-        raise ConfigError(f"weight_recv_schemes has no use here: leave it out, and {_WAY_OUT}")
+        raise ConfigError(f"weight_recv_schemes {_NO_USE}")
 
     @property
     def loop_reason(self) -> str:
@@ -99,31 +99,30 @@ class _CollectorsInWorkers:
         if context == "fork" and self.replay_buffer is not None:
             share_storage(self.replay_buffer)
         elif isinstance(getattr(self.replay_buffer, "storage", None), ListStorage):
-            raise NotShared(
+            raise Refused(
                 "replay_buffer: Cannot share a storage of type ListStorage between processes; use a LazyTensorStorage, "
                 "a LazyMemmapStorage or a TensorStorage"
             )
         files = Files(self.num_workers)
-        self._pool = pool = CollectorPool(
-            self._recipes(context), files, context=context, num_threads=self.num_sub_threads
-        )
+        recipes = self._recipes(context)
+        self._pool = pool = CollectorPool(recipes, files, context=context, num_threads=self.num_sub_threads)
         # Beside a factory the policy only says where weights come from: it has to be sent.
         self._seen = {} if any(self.policy_factory) else _copied(self._own_weights())
         self._follow(0)
         self.pipes = [Pipe(pool, worker, self._follow) for worker in range(self.num_workers)]
-        self.procs = [ForeignProcess(pool) for _ in range(self.num_workers)]
+        self.procs = [ForeignProcess(lambda: not pool.closed, context)] * self.num_workers
         self.queue_out = Queue(pool)
         self.closed = False
 
     def _recipes(self: Any, context: str) -> list[Recipe]:
         policy = None if any(self.policy_factory) else self.policy
-        is_sent = policy is not None and context != "fork"
+        if policy is not None and context != "fork":
+            policy = _packed(policy)
         for_all = {
             "init_fn": self._worker_init_fn,
             "collector_class": self.collector_class,
             "num_threads": self.num_sub_threads or 1,
-            "policy": None if is_sent else policy,
-            "packed_policy": _packed(policy) if is_sent else None,
+            "policy": policy,
             "shared": Shared(replay_buffer=self.replay_buffer, traj_pool=self._traj_pool, interruptor=self.interruptor),
             "trajs_per_batch": self._worker_trajs_per_batch,
             "postproc": None if self.replay_buffer is None else self.postproc,
@@ -194,7 +193,8 @@ class _CollectorsInWorkers:
                 "update_policy_weights_(weights)"
             )
         if worker_ids is not None:
-            self._pool.publish(dict.fromkeys(_listed(worker_ids), weights))
+            listed = worker_ids if isinstance(worker_ids, Iterable) else [worker_ids]
+            self._pool.publish(dict.fromkeys(listed, weights))
             return
         copies = copies_into(self._own_policy, {name: weights[name] for name in own.keys() & weights.keys()})
         self._pool.publish(dict.fromkeys(range(self.num_workers), weights), copies)
@@ -301,10 +301,6 @@ MultiSyncDataCollector = MultiSyncCollector
 MultiaSyncDataCollector = MultiAsyncCollector
 
 
-class NotShared(ConfigError, RuntimeError):
-    """A replay buffer that processes cannot share."""
-
-
 def _packed(policy: Any) -> bytes:
     require_shapes(policy)
     obstacle = obstacle_to(policy)
@@ -325,7 +321,3 @@ def _packed(policy: Any) -> bytes:
 
 def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
-
-
-def _listed(worker_ids: Any) -> Sequence[int]:
-    return list(worker_ids) if isinstance(worker_ids, Iterable) else [worker_ids]

@@ -18,12 +18,13 @@ from torchrl.envs import EnvBase, SerialEnv
 from torchrl.envs import ParallelEnv as TheirParallelEnv
 
 from muster.arguments import one_of, seconds
-from muster.errors import CannotTravel, ClosedError, ConfigError
+from muster.errors import CannotTravel, ClosedError
 from muster.interop.starting import recipes_of
+from muster.interop.torchrl.collector_channels import ForeignProcess, Refused
 from muster.interop.torchrl.columns import Columns, has_stacks
 from muster.interop.torchrl.env_worker import Command, hosted
 from muster.interop.torchrl.given_envs import explained, given, sharing
-from muster.interop.torchrl.remote import EnvChannel, ForeignProcess, ParallelEnvs
+from muster.interop.torchrl.remote import EnvChannel, ParallelEnvs
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
 from muster.pool.resources import MEMORY_CHECKS
@@ -42,15 +43,8 @@ PARALLEL_ENV = UserCall(
 
 # Attributes that end with a pool.
 _OF_POOL = (
-    "shared_tensordicts",
-    "shared_tensordict_parent",
-    "_shared_tensordict_parent_next",
-    "_shared_tensordict_parent_root",
-    "_columns",
-    "_plain_inputs",
-    "_skeleton",
-    "parent_channels",
-    "_workers",
+    *("shared_tensordicts", "shared_tensordict_parent", "_shared_tensordict_parent_next"),
+    *("_shared_tensordict_parent_root", "_columns", "_plain_inputs", "_skeleton", "parent_channels", "_workers"),
 )
 
 # The arguments that TorchRL's class does not have.
@@ -136,18 +130,13 @@ class ParallelEnv(TheirParallelEnv, metaclass=_EnvsInWorkers):  # type: ignore[m
         seconds("shutdown_timeout", shutdown_timeout)
         one_of("memory_check", memory_check, MEMORY_CHECKS)
         if metadata_from_workers and use_buffers:
-            raise ConflictingBuffers(
+            raise Refused(
                 "metadata_from_workers=True requires use_buffers=False in TorchRL; leave metadata_from_workers out: "
                 "here the metadata come from the workers always"
             )
-        self.__dict__["_pool"] = None
-        self.__dict__["_pool_options"] = {
-            "num_workers": num_processes,
-            "worker_env": worker_env,
-            "worker_init": worker_init,
-            "memory_check": memory_check,
-        }
-        self.__dict__["_of_list"] = isinstance(create_env_fn, Sequence), isinstance(create_env_kwargs, Sequence)
+        own = {"worker_env": worker_env, "worker_init": worker_init, "memory_check": memory_check}
+        listed = isinstance(create_env_fn, Sequence), isinstance(create_env_kwargs, Sequence)
+        self.__dict__.update(_pool=None, _pool_options={"num_workers": num_processes, **own}, _of_list=listed)
         if isinstance(create_env_kwargs, Mapping):  # a list: TorchRL copies the values of one dict, which travel here
             create_env_kwargs = [dict(create_env_kwargs) for _ in range(num_workers)]
         try:
@@ -202,8 +191,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_EnvsInWorkers):  # type: ignore[m
             except CannotTravel as error:
                 label = PARALLEL_ENV.factory + "[{}]" * self._of_list[0]
                 raise (explained(self.create_env_fn, label) or error) from error.__cause__
-        pool: ParallelEnvs = self._pool
-        return pool
+        return self._pool
 
     def _drop_pool(self) -> None:
         pool, self.__dict__["_pool"] = self.__dict__.get("_pool"), None
@@ -266,16 +254,14 @@ class ParallelEnv(TheirParallelEnv, metaclass=_EnvsInWorkers):  # type: ignore[m
             pool = self._open_pool()
             if self._use_buffers:
                 rows = [self._columns.rows(one) for one in self.shared_tensordicts]
-                resets, steps, objects = map(
-                    tuple, (self._selected_reset_keys, self._selected_step_keys, self._non_tensor_keys)
-                )
-                pool.attach(self._columns, rows, resets, steps, objects)
+                keys = self._selected_reset_keys, self._selected_step_keys, self._non_tensor_keys
+                pool.attach(self._columns, rows, *map(tuple, keys))
         except BaseException:
             torch.set_num_threads(before)
             self._drop_pool()
             raise
         self.parent_channels = [EnvChannel(pool, env) for env in range(self.num_workers)]
-        self._workers = [ForeignProcess(pool, env) for env in range(self.num_workers)]
+        self._workers = [ForeignProcess(lambda: not pool.vector_env.closed, pool.start_method)] * self.num_workers
         self._events = [None] * self.num_workers
         self.event = None
         self._plain_inputs = self._find_plain_inputs() if self._use_buffers else None
@@ -285,12 +271,8 @@ class ParallelEnv(TheirParallelEnv, metaclass=_EnvsInWorkers):  # type: ignore[m
     def _find_plain_inputs(self) -> list[tuple[Any, torch.Tensor]] | None:
         """The columns of the envs' input by key; None where a batch is more than a clone of the columns."""
         whole = self.shared_tensordict_parent
-        if (
-            not isinstance(whole, TensorDict)
-            or whole.device != self.device
-            or self._non_tensor_keys
-            or has_stacks(whole)
-        ):
+        is_plain = isinstance(whole, TensorDict) and whole.device == self.device
+        if not is_plain or self._non_tensor_keys or has_stacks(whole):
             return None
         found = {key: whole.get(key, None) for key in self._env_input_keys}
         return [(key, column) for key, column in found.items() if column is not None]
@@ -313,12 +295,11 @@ class ParallelEnv(TheirParallelEnv, metaclass=_EnvsInWorkers):  # type: ignore[m
             return super()._step(tensordict)
         return self._shared_tensordict_parent_next.clone()
 
-    def _reset(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None, **kwargs: Any) -> Any:
         skeleton = self.__dict__.get("_skeleton")
         if tensordict is not None and skeleton is not None:
             tensordict = skeleton.copy().update(tensordict)
-        current: TensorDictBase = super()._reset(tensordict, **kwargs)
-        return current
+        return super()._reset(tensordict, **kwargs)
 
     def _send_plain(self, tensordict: TensorDictBase, command: Command) -> bool:
         """Writes the input of all envs and has them step; False where TorchRL's verb is needed to sort the input.
@@ -365,17 +346,12 @@ class ParallelEnv(TheirParallelEnv, metaclass=_EnvsInWorkers):  # type: ignore[m
             channel.send(("load_state_dict", state_dict.get(f"worker{env}", state_dict)))
         self._open_pool().exchange()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         self._drop_pool()  # whoever gets the copy starts processes of its own
-        state: dict[str, Any] = super().__getstate__()
-        return state
+        return super().__getstate__()
 
     def __del__(self) -> None:
         """Does nothing: the pool closes when nobody has it any more."""
-
-
-class ConflictingBuffers(ConfigError, RuntimeError):
-    """What TorchRL's class raises RuntimeError for."""
 
 
 def _with_threads(make: EnvFn, num_threads: int, **kwargs: Any) -> EnvBase:

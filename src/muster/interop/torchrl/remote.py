@@ -8,21 +8,18 @@ else as one pickle for each env.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from torchrl.envs.common import EnvMetaData
 
-from muster.errors import ConfigError
 from muster.interop.starting import processes, sealed
+from muster.interop.torchrl.collector_channels import Refused
 from muster.interop.torchrl.columns import Columns, EnvRows
 from muster.interop.torchrl.env_worker import NO_KEYS, Command, schema_of
 from muster.interop.torchrl.leaves import Key, Keys
-from muster.introspection import place_of
-from muster.pickling import UserCall
 from muster.pool.closing import CloseLimits, in_all
 from muster.recipes.recipe import Recipe
 from muster.vector.assemble import LENIENT, vector_env_of
@@ -41,7 +38,6 @@ class ParallelEnvs:
 
     def __init__(self, recipes: Sequence[Recipe], *, context: str | None, **options: Any) -> None:
         self.num_envs = len(recipes)
-        self._call: UserCall = recipes[0].call
         self._arguments = [(recipe.labels[1], recipe.kwargs) for recipe in recipes]
         self.start_method = context or "forkserver"  # of the processes, as the user has asked for it
         self._key_sets: dict[Keys, int] = {}
@@ -51,12 +47,7 @@ class ParallelEnvs:
         self._has_objects = False
         with originals_raised():
             self._backend = processes(
-                recipes,
-                context=context,
-                name="num_processes",
-                close_limits=CloseLimits(),
-                preloads=PRELOADS,
-                **options,
+                recipes, context=context, name="num_processes", close_limits=CloseLimits(), preloads=PRELOADS, **options
             )
             envs = vector_env_of(self._backend, LENIENT, SteppingOptions(AutoresetMode.DISABLED))
         assert isinstance(envs, VectorEnv)
@@ -76,20 +67,12 @@ class ParallelEnvs:
             return
         for env, difference in enumerate(self.vector_env.call("differs_from", schema_of(first))):
             if difference:
-                raise Unlike(
+                (label, own), (first_label, first) = self._arguments[env], self._arguments[0]
+                given = f" ({label} is {reprlib.repr(own)}, and {first_label} {reprlib.repr(first)})"
+                raise Refused(
                     f"worker metadata are incompatible: env {env} differs from env 0: {difference}"
-                    f"{self._other_arguments(env)}. Pass envs that differ as a list of functions, one for each env"
+                    f"{given * (label != first_label)}. Pass envs that differ as a list of functions, one for each env"
                 )
-
-    def _other_arguments(self, env: int) -> str:
-        """The arguments of an env that differ from those of the first env, as the end of a sentence."""
-        (first_label, first), (label, own) = self._arguments[0], self._arguments[env]
-        found = [
-            f"{place_of(label, name)} is {_shown(own, name)}, and {place_of(first_label, name)} {_shown(first, name)}"
-            for name in {**first, **own}
-            if first.get(name) is not own.get(name) and _shown(first, name) != _shown(own, name)
-        ]
-        return f" ({'; '.join(found)})" if found else ""
 
     def attach(
         self, columns: Columns, rows: Sequence[EnvRows], reset_keys: Keys, step_keys: Keys, objects: Keys
@@ -159,14 +142,10 @@ class ParallelEnvs:
             command = _COMMANDS.get(name) if isinstance(name, str) else None
             if command is None:
                 return None
-            if command is Command.RESET:
-                keys, kwargs = data
-                if kwargs or self._has_objects:
-                    return None
-            else:
-                keys = data.get("next_td_passthrough_keys")
-                if "non_tensor_data" in data:
-                    return None
+            resets = command is Command.RESET
+            keys, objects = data if resets else (data.get("next_td_passthrough_keys"), "non_tensor_data" in data)
+            if objects or (resets and self._has_objects):
+                return None
             numbers.append((int(command), self.number_of(keys) if keys else NO_KEYS))
         return numbers
 
@@ -178,15 +157,10 @@ class ParallelEnvs:
 
     def close(self, shutdown_timeout: float) -> None:
         """Closes the envs and ends the processes, after at most this many seconds for each and once more for all."""
-        self.vector_env.close_within(
-            in_all(shutdown_timeout * (self._backend.num_workers + 1), f"shutdown_timeout={shutdown_timeout:g}")
-        )
+        limit_s = shutdown_timeout * (self._backend.num_workers + 1)
+        self.vector_env.close_within(in_all(limit_s, f"shutdown_timeout={shutdown_timeout:g}"))
         if self._columns is not None:
             self._columns.close()
-
-
-def _shown(arguments: Mapping[str, Any], name: str) -> str:
-    return reprlib.repr(arguments[name]) if name in arguments else "not given"
 
 
 class EnvChannel:
@@ -203,28 +177,3 @@ class EnvChannel:
     def recv(self) -> Any:
         """The answer to the oldest message that has one."""
         return self._pool.answer(self.env)
-
-    def close(self) -> None:
-        """Does nothing: the pool is closed as a whole."""
-
-
-@dataclass(frozen=True)
-class ForeignProcess:
-    """The process of an env, as TorchRL's verbs look at it: to them it is none of theirs. Muster reports deaths."""
-
-    pool: ParallelEnvs
-    env: int
-
-    _closed = True
-
-    @property
-    def _start_method(self) -> str:
-        return self.pool.start_method
-
-    def is_alive(self) -> bool:
-        """Whether the pool is still open."""
-        return not self.pool.vector_env.closed
-
-
-class Unlike(ConfigError, RuntimeError):
-    """Envs of one function differ."""

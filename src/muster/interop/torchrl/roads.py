@@ -60,10 +60,9 @@ class StepRoad(WholeRoad):
     def __init__(self, env: EnvBase, nesting: Nesting) -> None:
         super().__init__(env, nesting)
         shapes = {as_key(key): spec.shape for key, spec in env.full_done_spec.items(True, True)}
-        self._shapes = list(
-            (shapes | {as_key(key): env.full_reward_spec[key].shape for key in env.reward_keys}).items()
-        )
-        self._left = env._step_mdp.exclude_from_root
+        shapes |= {as_key(key): env.full_reward_spec[key].shape for key in env.reward_keys}
+        self._shapes = list(shapes.items())
+        self._left = set(_paths(env._step_mdp.exclude_from_root))
         self._moved = list(_paths(env._step_mdp.keys_from_next))
         self._keeps: dict[Path, bool] = {}
 
@@ -87,22 +86,12 @@ class StepRoad(WholeRoad):
         return Stepped(_without_next(seen if self._shares else root), arrived, following, ended)
 
     def _is_complete(self, arrived: Leaves) -> bool:
-        for path, shape in self._shapes:
-            leaf = arrived.get(path)
-            if leaf is None or leaf.shape != shape:
-                return False
-        return True
+        return all((leaf := arrived.get(path)) is not None and leaf.shape == shape for path, shape in self._shapes)
 
     def _is_kept(self, path: Path) -> bool:
-        keeps = self._keeps.get(path)
-        if keeps is None:
-            node: Any = self._left
-            for name in path:
-                if node is None or name not in node:
-                    break
-                node = node[name]
-            keeps = self._keeps[path] = node is not None
-        return keeps
+        if path not in self._keeps:
+            self._keeps[path] = not any(path[:length] in self._left for length in range(1, len(path) + 1))
+        return self._keeps[path]
 
 
 class GymRoad:

@@ -23,7 +23,6 @@ from torchrl.envs.libs.gym import GymEnv, GymWrapper
 from torchrl.envs.transforms import Compose, Transform
 
 from muster.errors import SpecMismatch
-from muster.interop.torchrl.columns import has_stacks
 from muster.interop.torchrl.leaves import Writer
 from muster.rollout.plain_modules import as_key, leaves_of
 
@@ -38,14 +37,12 @@ _VERBS = (
 def has_own_verbs(env: EnvBase) -> bool:
     """Whether TorchRL's own `step_and_maybe_reset` steps the env, neither compiled nor with hooks after the step."""
     kind, own = type(env), vars(env)
-    if not all(_is_original(kind, name) and name not in own for name in _VERBS) or any(
-        own.get(name) for name in ("_compiled_step_and_maybe_reset", "_torchrl_native_autoreset")
-    ):
+    is_changed = any(own.get(name) for name in ("_compiled_step_and_maybe_reset", "_torchrl_native_autoreset"))
+    if is_changed or not all(_is_original(kind, name) and name not in own for name in _VERBS):
         return False
     transforms, base = parts_of(env)
-    return base._post_step_mdp_hooks is None and all(
-        type(one)._post_step_mdp_hooks is Transform._post_step_mdp_hooks for one in transforms
-    )
+    hooks = Transform._post_step_mdp_hooks
+    return base._post_step_mdp_hooks is None and all(type(one)._post_step_mdp_hooks is hooks for one in transforms)
 
 
 def is_plainly_wrapped(env: EnvBase) -> bool:
@@ -80,7 +77,10 @@ def _is_original(kind: type[EnvBase], name: str) -> bool:
 
 
 class BareEnv:
-    """An env, stepped from the columns `root` into those of ``next``, and on to `root`; made by `bare_env`."""
+    """An env with `has_own_verbs`, stepped from the columns `root` into those of ``next``, and on to `root`.
+
+    write: into `arrived`, which like `root` holds no stacks.
+    """
 
     def __init__(self, env: Any, root: TensorDictBase, arrived: TensorDictBase, write: Writer) -> None:
         self._env, self._root, self._write = env, root, write
@@ -124,13 +124,6 @@ class BareEnv:
                 raise misfit from error
             raise
         return completed
-
-
-def bare_env(env: EnvBase, root: TensorDictBase, arrived: TensorDictBase, write: Writer) -> BareEnv | None:
-    """The short way for `env`, if its steps are `EnvBase`'s. root, arrived: its columns; write: into `arrived`."""
-    if not has_own_verbs(env) or has_stacks(root) or has_stacks(arrived):
-        return None
-    return BareEnv(env, root, arrived, write)
 
 
 class BareGym:
