@@ -31,7 +31,7 @@ from muster.pool import closing
 from muster.pool.closing import AT_ONCE, CloseLimits, close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.place import Limit, Plan
-from muster.pool.verbs import Answered, Successor
+from muster.pool.verbs import Answered, Round, Successor
 from muster.pool.worker import Resident
 from processes import wait_for_end
 
@@ -79,9 +79,23 @@ class PoolUnderTest:
         made.clear()
 
 
+_rounds: weakref.WeakKeyDictionary[Any, Round] = weakref.WeakKeyDictionary()
+
+
+def round_of(pool: Any) -> Round:
+    """The one round of questions that these tests ask."""
+    return _rounds.setdefault(pool, pool.round())
+
+
 def ask(pool: Any, place: int, question: object, limit_s: float | None = None) -> None:
     limit = None if limit_s is None else Limit(limit_s, f"limit={limit_s:g}")
-    pool.ask(place, pool.sealed(question), limit)
+    round_of(pool).ask({place: question}, "at work", limit, "at work")
+
+
+def take(pool: Any, timeout_s: float | None = None, at_least: int | None = None, places: Any = None) -> list[Any]:
+    """The answers that have come once `at_least` are there, in the order of their arrival."""
+    asked = round_of(pool)
+    return [asked.answers.pop(place) for place in asked.wait(at_least, timeout_s, places)]
 
 
 def post(pool: Any, place: int, message: object, limit_s: float | None = None) -> None:
@@ -92,7 +106,7 @@ def post(pool: Any, place: int, message: object, limit_s: float | None = None) -
 def answer(pool: Any, place: int, question: object) -> Any:
     """The answer of one place, which owes no other."""
     ask(pool, place, question)
-    (one,) = pool.take(places=[place])
+    (one,) = take(pool, places=[place])
     assert isinstance(one, Answered)
     return one.content
 
@@ -172,22 +186,22 @@ class PoolContract(PoolUnderTest):
         ask(pool, 0, Waits(gate))
         ask(pool, 1, "at once")
         ask(pool, 2, Waits(gate))
-        assert pool.take(at_least=1) == [Answered(1, "at once")]
-        assert pool.take(0.0) == []
+        assert take(pool, at_least=1) == [Answered(1, "at once")]
+        assert take(pool, 0.0) == []
         gate.touch()
-        assert pool.take(places=[2]) == [Answered(2, "gate")]
-        assert pool.take() == [Answered(0, "gate")]
-        assert pool.take() == pool.take(at_least=2) == []  # nothing is owed
+        assert take(pool, places=[2]) == [Answered(2, "gate")]
+        assert take(pool) == [Answered(0, "gate")]
+        assert take(pool) == take(pool, at_least=2) == []  # nothing is owed
 
     def test_a_timeout_and_a_ctrl_c_lose_no_answer(self, make: MakePool, tmp_path: Path) -> None:
         pool, gate = make(None, None), tmp_path / "gate"
         ask(pool, 0, "early")
         ask(pool, 1, Waits(gate))
-        assert pool.take(0.05, places=[1]) == []
+        assert take(pool, 0.05, places=[1]) == []
         with interrupted_soon():
-            pool.take()
+            take(pool)
         gate.touch()
-        assert pool.take() == [Answered(0, "early"), Answered(1, "gate")]
+        assert take(pool) == [Answered(0, "early"), Answered(1, "gate")]
 
     def test_posts_are_taken_in_order_before_the_question_after_them(self, make: MakePool) -> None:
         hooks = Hooks()
@@ -204,24 +218,44 @@ class PoolContract(PoolUnderTest):
         for _ in range(2):
             ask(pool, 0, Waits(gate))
             ask(pool, 1, "arrives")
-            assert pool.take(at_least=1) == [Answered(1, "arrives")]
+            assert take(pool, at_least=1) == [Answered(1, "arrives")]
             ask(pool, 1, "arrives, and is not taken")
-            pool.take(0.05, places=[0])
-            pool.forget([0, 1])
-        assert pool.take() == []
+            take(pool, 0.05, places=[0])
+            round_of(pool).drop([0, 1])
+        assert take(pool) == []
         ask(pool, 0, "new")
         ask(pool, 1, "newer")
         gate.touch()
-        assert sorted(pool.take()) == [Answered(0, "new"), Answered(1, "newer")]
+        assert sorted(take(pool)) == [Answered(0, "new"), Answered(1, "newer")]
 
-    def test_a_second_question_is_refused(self, make: MakePool, tmp_path: Path) -> None:
-        pool, gate = make(None), tmp_path / "gate"
-        ask(pool, 0, Waits(gate))
-        with pytest.raises(UsageError, match="worker 0 still owes an answer; take it, or forget it"):
-            ask(pool, 0, "and this?")
+    def test_asked_again_in_a_round_an_answer_is_dropped_and_in_another_awaited(
+        self, make: MakePool, tmp_path: Path
+    ) -> None:
+        pool, gate = make(None, None), tmp_path / "gate"
+        one, other = pool.round(), pool.round()
+        one.ask({0: Waits(gate), 1: "there"}, "waiting")
+        assert one.wait(at_least=1) == [1]
+        one.ask({0: "dropped that"}, "waiting")
+        threading.Timer(0.2, gate.touch).start()
+        other.ask({0: "other", 1: "others"}, "at work")
+        assert gate.exists()  # awaited first, and not taken
+        assert [one.answers[place].content for place in (0, 1)] == ["dropped that", "there"]
+        assert sorted(other.wait()) == [0, 1]
+        assert [other.answers.pop(place).content for place in (0, 1)] == ["other", "others"]
+        assert one.wait() == [1, 0]
+
+    def test_the_book_says_what_was_asked_since_when(self, make: MakePool, tmp_path: Path) -> None:
+        pool, gate = make(None, None), tmp_path / "gate"
+        asked = pool.round()
+        asked.ask({1: Waits(gate)}, "waiting for a gate")
+        with interrupted_soon():
+            asked.wait()
+        ((place, words),) = pool.book().items()
+        assert place == 1
+        assert float(words.removeprefix("waiting for a gate for ").removesuffix(" s")) >= 0.2
         gate.touch()
-        assert pool.take() == [Answered(0, "gate")]
-        assert answer(pool, 0, "and this?") == "and this?"
+        asked.wait()
+        assert pool.book() == {}
 
     @pytest.mark.parametrize("place", [2, -1])
     def test_there_is_no_such_place(self, make: MakePool, place: int) -> None:
@@ -230,12 +264,11 @@ class PoolContract(PoolUnderTest):
         for verb in (
             lambda: post(pool, place, 1),
             lambda: ask(pool, place, 1),
-            lambda: pool.take(places=[0, place]),
-            lambda: pool.forget([0, place]),
+            lambda: take(pool, places=[0, place]),
         ):
             with pytest.raises(UsageError, match=f"the pool has no place {place}; it has 2, from 0 on"):
                 verb()
-        assert pool.take() == [Answered(0, 1)]
+        assert take(pool) == [Answered(0, 1)]
 
     def test_a_closed_pool_says_so(self, make: MakePool) -> None:
         pool = make(None)
@@ -244,9 +277,8 @@ class PoolContract(PoolUnderTest):
         for verb in (
             lambda: post(pool, 0, 1),
             lambda: ask(pool, 0, 1),
-            lambda: pool.take(),
-            lambda: pool.take(0.0, 1, [0]),
-            lambda: pool.forget([0]),
+            lambda: take(pool),
+            lambda: take(pool, 0.0, 1, [0]),
             lambda: pool.watch(0.0),
         ):
             with pytest.raises(ClosedError, match="closed"):
@@ -309,15 +341,15 @@ class PoolContract(PoolUnderTest):
         pool = make(None, hooks=Hooks(at=interrupts_at("ring")))
         with pytest.raises(KeyboardInterrupt):
             ask(pool, 0, "interrupted")
-        assert pool.take() == [Answered(0, "interrupted")]
+        assert take(pool) == [Answered(0, "interrupted")]
 
     @pytest.mark.parametrize("hook", ["doing", "pending"])
     def test_ctrl_c_in_a_hook_closes_the_pool(self, make: MakePool, hook: str) -> None:
         pool = make(None, None, hooks=Hooks(at=interrupts_at(hook)))
         with pytest.raises(KeyboardInterrupt):
-            ask(pool, 1, self.ends_a_worker)
             if hook == "pending":
                 pool.close(CloseLimits())
+            post(pool, 1, self.ends_a_worker)
             wait_for_the_end(pool)
         assert pool.closed
 
@@ -390,24 +422,24 @@ class PoolContract(PoolUnderTest):
     def test_a_resident_that_is_busy_is_given_up(self, make: MakePool) -> None:
         pool = make(None, None)
         ask(pool, 1, residents.hang)
-        pool.take(0.1)
+        take(pool, 0.1)
         with pytest.warns(RuntimeWarning) as warned:
             pool.close(SOON)
         (warning,) = warned
-        assert f"worker 1 was {self.cut_verb} before it closed its resident: it was at work in place 1." in str(warning)
+        assert f"worker 1 was {self.cut_verb} before it closed its resident: it was at work for" in str(warning)
 
     def test_a_close_in_another_thread_ends_the_wait(self, make: MakePool, tmp_path: Path) -> None:
         pool = make(None, None)
         ask(pool, 0, Waits(tmp_path / "gate"))
         caught: list[BaseException] = []
 
-        def take() -> None:
+        def take_all() -> None:
             try:
-                pool.take()
+                take(pool)
             except BaseException as error:
                 caught.append(error)
 
-        thread = threading.Thread(target=take)
+        thread = threading.Thread(target=take_all)
         thread.start()
         time.sleep(0.1)
         pool.close(AT_ONCE)
@@ -418,7 +450,7 @@ class PoolContract(PoolUnderTest):
 def wait_for_the_end(pool: Any) -> None:
     """Waits until what ends a pool is raised."""
     while True:
-        pool.take()
+        take(pool)
         pool.watch(0.0)
         time.sleep(0.005)
 
@@ -521,7 +553,7 @@ class ProcessPoolContract(StartContract, PoolContract):
     def test_a_pool_may_have_no_place(self, make: MakePool) -> None:
         pool = make(start=False)
         assert pool.start() == []
-        assert pool.take() == []
+        assert take(pool) == []
         assert pool.close(CloseLimits()) == []
 
     # ---- messages
@@ -540,14 +572,14 @@ class ProcessPoolContract(StartContract, PoolContract):
         pool = make(None, None)
         ask(pool, 1, question)
         with self.ended_by(type_name, message):
-            pool.take()
+            take(pool)
 
     def test_an_answer_that_cannot_be_rebuilt_costs_its_place(self, make: MakePool) -> None:
         hooks = Hooks(Successor("new"))
         pool = make(None, None, hooks=hooks)
         ask(pool, 0, "fine")
         ask(pool, 1, residents.broken)
-        fine, lost = sorted(pool.take())
+        fine, lost = sorted(take(pool))
         assert fine == Answered(0, "fine")
         assert isinstance(lost.error, CannotTravel)
         assert "worker 1 has sent what cannot be rebuilt in its owner: ValueError: invalid literal" in str(lost.error)
@@ -563,13 +595,13 @@ class ProcessPoolContract(StartContract, PoolContract):
         pool = make(None)
         ask(pool, 0, BIG)
         post(pool, 0, BIG)
-        assert pool.take() == [Answered(0, BIG)]
+        assert take(pool) == [Answered(0, BIG)]
         assert answer(pool, 0, residents.posts) == [BIG]
 
     def test_reports_renew_the_limit_of_an_answer(self, make: MakePool) -> None:
         pool = make(None)
         ask(pool, 0, Reports(8, 0.25), limit_s=1.5)
-        assert pool.take() == [Answered(0, "reported")]
+        assert take(pool) == [Answered(0, "reported")]
 
     def test_a_resident_that_sends_what_only_owners_send_is_named(self, make: MakePool) -> None:
         pool = make(None)
@@ -605,14 +637,14 @@ class ProcessPoolContract(StartContract, PoolContract):
         ask(pool, 0, Waits(tmp_path / "gate"))
         ask(pool, 1, residents.die)
         with pytest.raises(WorkerDied, match="worker 1 died: .*SIGKILL"):
-            pool.take()
+            take(pool)
         assert pool.closed
 
     def test_an_answer_that_came_before_the_death_arrives(self, make: MakePool) -> None:
         pool = make(None, None, hooks=Hooks(Successor(None)))
         ask(pool, 0, "last")
         kill(pool, 0, pause_s=0.3)
-        assert pool.take() == [Answered(0, "last")]
+        assert take(pool) == [Answered(0, "last")]
 
     def test_a_worker_that_dies_closing_is_not_waited_for(self, make: MakePool) -> None:
         pool = make(Doing(close=residents.die), None)
@@ -639,8 +671,8 @@ class ProcessPoolContract(StartContract, PoolContract):
     def test_a_worker_that_was_stopped_is_over_the_limit_of_its_answer(self, make: MakePool) -> None:
         pool = make(None, None)
         ask(pool, 1, residents.stop, limit_s=0.3)
-        with pytest.raises(WorkerTimeout, match="worker 1 did not answer .*limit=0.3.*at work in place 1") as raised:
-            pool.take()
+        with pytest.raises(WorkerTimeout, match="worker 1 did not answer .*limit=0.3.*at work for") as raised:
+            take(pool)
         assert raised.value.stack is not None
         assert "does not react to signals" in raised.value.stack
         assert pool.closed
@@ -675,16 +707,16 @@ class ProcessPoolContract(StartContract, PoolContract):
         pool = make(None, None, hooks=hooks)
         ask(pool, 0, "stays")
         ask(pool, 1, residents.die)
-        stays, lost = sorted(pool.take())
+        stays, lost = sorted(take(pool))
         assert (stays, lost.place) == (Answered(0, "stays"), 1)
         assert isinstance(lost.error, WorkerDied)
         assert hooks.lost == [(1, str(lost.error))]
         post(pool, 1, "while it starts")  # kept
         ask(pool, 1, residents.posts)
         assert pool.ready_at(1) is None
-        assert pool.take(0.0) == []
+        assert take(pool, 0.0) == []
         gate.touch()
-        assert pool.take() == [Answered(1, ["from its owner", "while it starts"])]
+        assert take(pool) == [Answered(1, ["from its owner", "while it starts"])]
         assert pool.ready_at(1) is not None
 
     def test_a_loss_that_nobody_waits_for_is_no_answer(self, make: MakePool) -> None:
@@ -693,9 +725,9 @@ class ProcessPoolContract(StartContract, PoolContract):
         kill(pool, 0)
         while not hooks.lost:
             pool.watch(0.0)
-        assert pool.take() == []
+        assert take(pool) == []
         ask(pool, 0, residents.die)
-        pool.forget([0])
+        round_of(pool).drop([0])
         while len(hooks.lost) == 1:
             pool.watch(0.0)
         assert answer(pool, 0, "new") == "new"
@@ -723,7 +755,7 @@ class ProcessPoolContract(StartContract, PoolContract):
         hooks = Hooks(Successor(Doing(build)), Successor(Doing(build)), Successor("third"))
         pool = make(None, hooks=hooks)
         ask(pool, 0, residents.die)
-        pool.take()
+        take(pool)
         wait_until_ready(pool, 0)
         assert answer(pool, 0, residents.plan) == "third"
         first, second, third = (reason for _, reason in hooks.lost)
@@ -735,7 +767,7 @@ class ProcessPoolContract(StartContract, PoolContract):
         hooks = Hooks(Successor(Doing(residents.die)))
         pool = make(None, hooks=hooks)
         ask(pool, 0, residents.die)
-        pool.take()
+        take(pool)
         with pytest.raises(WorkerDied, match="building its envs"):
             answer(pool, 0, "new")
         assert pool.closed
@@ -744,7 +776,7 @@ class ProcessPoolContract(StartContract, PoolContract):
         hooks = Hooks(Successor(Doing(residents.hang)), Successor(None))
         pool = make(None, hooks=hooks, start_timeout_s=self.patience_s)
         ask(pool, 0, residents.die)
-        pool.take()
+        take(pool)
         wait_until_ready(pool, 0)
         assert f"start_timeout={self.patience_s}" in hooks.lost[1][1]
         assert "in hang" in hooks.lost[1][1]
@@ -754,7 +786,7 @@ class ProcessPoolContract(StartContract, PoolContract):
         pool = make(Doing(close=Notes(notes, "closes")))
         ask(pool, 0, residents.hang_shortly)
         pool.replace(0, "it is old", Successor(Doing(Notes(notes, "builds")), ["hello"]), CloseLimits())
-        (lost,) = pool.take()
+        (lost,) = take(pool)
         assert (lost.place, str(lost.error)) == (0, "worker 0 was replaced: it is old")
         assert answer(pool, 0, residents.posts) == ["hello"]
         assert notes.read_text().splitlines() == ["closes 0", "closes 0", "builds 0"]
@@ -769,9 +801,9 @@ class ProcessPoolContract(StartContract, PoolContract):
         hooks = Hooks(Successor("new"))
         pool = make(None, hooks=hooks)
         ask(pool, 0, residents.hang)
-        pool.take(0.2)
+        take(pool, 0.2)
         pool.lose(0, "step_timeout=1", 1.5)
-        assert [lost.place for lost in pool.take()] == [0]
+        assert [lost.place for lost in take(pool)] == [0]
         assert "worker 0 did not answer for 1.5 s (step_timeout=1)" in hooks.lost[0][1]
         assert "in hang" in hooks.lost[0][1]
         assert answer(pool, 0, residents.plan) == "new"
@@ -795,7 +827,7 @@ class ProcessPoolContract(StartContract, PoolContract):
         ask(pool, 0, Reports(10_000, 0.002))
         ask(pool, 1, residents.hang, limit_s=0.3)
         with pytest.raises(WorkerTimeout, match="worker 1 did not answer .*limit=0.3"):
-            pool.take()
+            take(pool)
 
     # ---- Ctrl-C in what the owner does meanwhile
 
@@ -803,18 +835,14 @@ class ProcessPoolContract(StartContract, PoolContract):
         pool = make(None, None)
         for i in range(60):
             timer = threading.Timer(0.0005 * (i % 12), interrupt)
-            into: dict[int, Any] = {}
             with contextlib.suppress(KeyboardInterrupt):
                 timer.start()
                 while True:
-                    pool.forget([0, 1])
-                    into.clear()
-                    for place in (0, 1):
-                        ask(pool, place, i)
-                    pool.take(into=into)
+                    round_of(pool).ask({0: i, 1: i}, "at work")
+                    round_of(pool).wait()
             timer.join()
             assert not pool.closed
-            pool.forget([0, 1])
+            round_of(pool).drop([0, 1])
             assert [answer(pool, place, [i]) for place in (0, 1)] == [[i], [i]]
 
     @pytest.mark.parametrize("hook", ["on_lost", "raised"])
@@ -822,8 +850,8 @@ class ProcessPoolContract(StartContract, PoolContract):
         pool = make(None, None, hooks=Hooks(Successor(None), at=interrupts_at(hook)))
         ask(pool, 1, residents.fail)
         with pytest.raises(KeyboardInterrupt):
-            pool.take()
-        assert [lost.place for lost in pool.take()] == [1]
+            take(pool)
+        assert [lost.place for lost in take(pool)] == [1]
 
     def test_ctrl_c_in_a_replacement_closes_the_pool(self, make: MakePool) -> None:
         pool = make(Doing(close=residents.hang))

@@ -113,8 +113,9 @@ class Outer(Echo):
         self.inner.start()
 
     def answer(self, question: Any) -> Any:
-        self.inner.ask(0, self.inner.sealed(question))
-        return [one.content for one in self.inner.take()]
+        asked = self.inner.round()
+        asked.ask({0: question}, "at work")
+        return [asked.answers[place].content for place in asked.wait()]
 
     def close(self, closes: Callable[[int], None]) -> Any:
         return self.inner.close(CloseLimits())

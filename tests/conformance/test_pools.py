@@ -138,9 +138,10 @@ def asked(processes: Processes, question: Any, **options: Any) -> Any:
     pool = Pool(name_of(Echo), [plan_for(0)], processes, Hooks(), **options)
     pool.start()
     try:
-        pool.ask(0, pool.sealed(question))
-        [answered] = pool.take()
-        return answered.content
+        asked = pool.round()
+        asked.ask({0: question}, "at work")
+        asked.wait()
+        return asked.answers[0].content
     finally:
         pool.close(AT_ONCE)
 

@@ -146,6 +146,11 @@ class Backend(ABC):
         anything, and none does in a forked child.
         """
 
+    def answers_to(self, question: EnvQuestion) -> list[Any]:
+        """Asks envs, and returns what each has answered."""
+        self.ask(question)
+        return self.answers(None)
+
     def asked(self, question: EnvQuestion) -> Array:
         """The indices of the envs that a question asks."""
         return np.array([env for env, number in enumerate(self.numbers) if question.asks(number)], np.int64)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +20,7 @@ from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed
 from muster.pool.place import Limit
 from muster.pool.resources import Usage, naming_limits
-from muster.pool.verbs import Answered, BasePool, Lost, Successor
+from muster.pool.verbs import Answered, BasePool, Round, Successor
 from muster.pool.watch import WORDS, State, seconds_since
 from muster.recipes.recipe import Recipe
 from muster.transport.slab import Slab, SlabPlan, split_evenly
@@ -35,6 +33,8 @@ class PooledBackend(Backend):
     packs = False
     """Whether a question is packed for its way."""
     pool: BasePool[Any]
+    _round: Round
+    """Of questions to the workers."""
 
     def __init__(
         self, recipes: Sequence[Recipe], num_workers: int, num_hosts: int, nouns: Nouns, close_limits: CloseLimits
@@ -48,9 +48,7 @@ class PooledBackend(Backend):
         self.close_limits = close_limits
         self._hosts = range(num_workers)
         self._attached = self._has_caller = False
-        self._question: EnvQuestion | None = None  # one that is pending
-        self._called_at = 0.0
-        self._answered: dict[int, Answered | Lost] = {}  # by host, to that
+        self._question: EnvQuestion | None = None  # the last one
         self._worker_lost: WorkerLost | None = None
 
     def envs_of(self, host: int) -> range:
@@ -83,8 +81,10 @@ class PooledBackend(Backend):
         self._attach = self._attach_message(options)
         try:
             with self._fate():
-                self._ask_all(dict.fromkeys(self._hosts, self._attach), self._attach_limit())
-                self.pool.take()
+                attaching = self.pool.round()
+                words = "mapping the slab"
+                attaching.ask(dict.fromkeys(self._hosts, self._attach), words, self._attach_limit(), words)
+                attaching.wait()
         finally:  # those that wait in the core already are rung also where a Ctrl-C ends this
             self._attached = True
 
@@ -149,31 +149,25 @@ class PooledBackend(Backend):
                 self._post(host, part)
 
     def _ask(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
-        if self._question is not None:  # one that was interrupted
-            self.pool.forget(self._hosts)
-        self._answered, self._asked_hosts = {}, [*parts]
-        self._question, self._called_at = question, time.monotonic()
+        self._question = question
         with self._fate(), Uninterrupted():
-            self._ask_all(parts, None)
+            self._round.drop()  # the answers to one that was interrupted
+            limits = {host: limit for host in parts if (limit := self._limit(host)) is not None}
+            self._round.ask(parts, question.words, limits)
 
     def answers(self, timeout_s: float | None) -> list[Any]:
-        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
-        while owed := [host for host in self._asked_hosts if host not in self._answered]:
+        if self._round.owing:
             self._require_not_closed()
-            left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
-            with self._fate():
-                arrived = self.pool.take(left_s, into=self._answered)
-            self.deliver_logs()
-            if not arrived:
-                raise WaitTimeout(
-                    f"call_wait(timeout={timeout_s}): {_named(owed)} not answered; the call stays pending"
-                )
+        with self._fate():
+            self._round.wait(timeout_s=timeout_s)
+        if owing := self._round.owing:
+            raise WaitTimeout(f"call_wait(timeout={timeout_s}): {_named(owing)} not answered; the call stays pending")
         answers = [answer for host in self._hosts for answer in self._answers_of(host)]
-        self._question, self._answered = None, {}
+        self._round.drop()
         return answers
 
     def _answers_of(self, host: int) -> list[Any]:
-        one, envs = self._answered.get(host), self.numbers_of(host)
+        one, envs = self._round.answers.get(host), self.numbers_of(host)
         if isinstance(one, Answered):
             return self._opened(host, one.content)
         if one is None or (self._question is not None and self._question.key is not None):
@@ -187,11 +181,6 @@ class PooledBackend(Backend):
 
     def _post(self, host: int, request: object) -> None:
         self.pool.post(host, self.pool.sealed(request), self._limit(host))
-
-    def _ask_all(self, questions: Mapping[int, object], limit: Limit | None) -> None:
-        """Asks workers. limit: None for that of the envs' steps."""
-        for host, sealed in self.pool.sealed_by_place(questions):
-            self.pool.ask(host, sealed, limit or self._limit(host))
 
     def _limit(self, host: int) -> Limit | None:
         """How long a worker may take for a message; it may have to reset each of its envs before it reads it."""
@@ -230,8 +219,6 @@ class PooledBackend(Backend):
 
     def doing(self, place: int) -> str:
         """What a worker is doing, in words."""
-        if self._question is not None and self._owes_answer(place):
-            return f"{self._question.words} for {time.monotonic() - self._called_at:.3g} s"
         if not self._attached:
             return "mapping the slab"
         return doing_in(self.slab, place, self._busy(place))
@@ -257,9 +244,6 @@ class PooledBackend(Backend):
 
     def _busy(self, host: int) -> list[int]:
         return [env for env in self.envs_of(host) if self.caller.is_pending(env) and not self.caller.finished(env)]
-
-    def _owes_answer(self, host: int) -> bool:
-        return host in self._asked_hosts and host not in self._answered and self.caller.calling
 
 
 def doing_in(slab: Slab, host: int, busy: Sequence[int]) -> str:

@@ -141,7 +141,7 @@ class ProcessBackend(PooledBackend):
         self.pool = Pool(
             "muster.hosts.env_resident:EnvResident", plans, processes, self, files=self._files, nouns=self._nouns()
         )
-        self._has_pool = True
+        self._has_pool, self._round = True, self.pool.round()
         local: list[EnvFacts] = []
         found = self.pool.start(self._memory_plan(), lambda: local.extend(self._build_local()))
         self.log_flag = self.pool.log_flag

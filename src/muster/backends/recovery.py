@@ -75,13 +75,8 @@ class Recovery:
         return chosen
 
     def answers_to(self, question: EnvQuestion) -> list[Any]:
-        """As `Backend.answers`, of a question that is asked now, and again of envs that are built again."""
-
-        def ask() -> list[Any]:
-            self._backend.ask(question)
-            return self._backend.answers(None)
-
-        return self._kept.asked(question, ask)
+        """As `Backend.answers_to`; envs that are built again are asked again."""
+        return self._kept.asked(question, lambda: self._backend.answers_to(question))
 
     def worker_died(self, host: int, envs: range, reason: str) -> dict[int, list[EnvQuestion]]:
         """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost.

@@ -41,6 +41,7 @@ class ThreadBackend(PooledBackend):
         self._init = init
         self._mail = LocalMail()
         self.pool = ThreadPool(EnvResident, [self._plan(i) for i in self._hosts], start_timeout_s, self)
+        self._round = self.pool.round()
 
     def _plan(self, host: int) -> Plan:
         envs = self.envs_of(host)

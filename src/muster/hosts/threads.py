@@ -166,11 +166,8 @@ class ThreadPool(BasePool[_Thread]):
         while self._said:
             with Uninterrupted():
                 one, message = self._said.popleft()
-                if isinstance(message, Answer) and one.forgotten:
-                    one.forgotten -= 1
-                elif isinstance(message, Answer):
-                    one.asked_at = None
-                    self._arrived.append(Answered(one.index, message.content))
+                if isinstance(message, Answer):
+                    self._is_answered(one, Answered(one.index, message.content))
         return True
 
     # ---- watching
@@ -182,7 +179,7 @@ class ThreadPool(BasePool[_Thread]):
             if one.crash is not None:
                 cause = f"{type(one.crash).__name__}: {one.crash}"
                 with self.whole():
-                    raise WorkerDied(one.name, self._hooks.doing(one.index), None, cause, is_thread=True) from one.crash
+                    raise WorkerDied(one.name, self._doing(one), None, cause, is_thread=True) from one.crash
         self._look(self._places)
 
     def deliver_logs(self) -> None:
@@ -201,7 +198,7 @@ class ThreadPool(BasePool[_Thread]):
         """As `Pool.close`; a thread that hangs is interrupted once, then left behind and named."""
         # The garbage collector may run this in any thread, even in one of these.
         started = [one for one in self._places if one.thread.is_alive() and one.thread.ident != threading.get_ident()]
-        closing = _ClosingThreads(started, limits, self._said, self._wait, self._hooks, self._put)
+        closing = _ClosingThreads(started, limits, self._said, self._wait, self._hooks, self._put, self._doing)
         try:
             with Uninterrupted():
                 is_first = self._begins_to_close()
@@ -252,6 +249,7 @@ class _ClosingThreads:
         wait: Callable[[float], bool],
         hooks: Hooks,
         send: Callable[..., None],
+        doing: Callable[[_Thread], str],
     ) -> None:
         # Threads in the caller's own process always have time to close, even after an error or with a timeout of 0.
         longer = replace(
@@ -260,7 +258,7 @@ class _ClosingThreads:
             call_s=max(limits.call_s, _GRACE_S + _INTERRUPT_S),
             busy_s=max(limits.busy_s, _GRACE_S),
         )
-        self._said, self._wait, self._hooks, self._send = said, wait, hooks, send
+        self._said, self._wait, self._hooks, self._send, self._doing = said, wait, hooks, send, doing
         self._pending: Callable[[int], int] = (lambda _: 0) if limits.terminates else hooks.pending
         began = time.monotonic()
         self._endings = [
@@ -313,7 +311,7 @@ class _ClosingThreads:
 
     def _say_what_closes(self, waited_for: Sequence[_Ending]) -> None:
         progress = [one.progress for one in waited_for]
-        self._notice.check(progress, lambda i: self._hooks.doing(waited_for[i].one.index))
+        self._notice.check(progress, lambda i: self._doing(waited_for[i].one))
 
     def _place_of(self, ending: _Ending) -> tuple[int, ...]:
         return ending.progress.begun, len(ending.progress.left), self._hooks.pending(ending.one.index)
@@ -353,7 +351,7 @@ class _ClosingThreads:
     def _is_late(self, ending: _Ending) -> None:
         """Interrupts a thread that hangs; leaves it behind where that has not helped."""
         one, progress = ending.one, ending.progress
-        doing, stack = self._hooks.doing(one.index), "\n".join(one.stack_lines()) or "(none: it has ended)"
+        doing, stack = self._doing(one), "\n".join(one.stack_lines()) or "(none: it has ended)"
         if ending.interrupted_at is not None:
             self.cuts.append(progress.cut("left behind, in a native call that does not return,", doing, stack))
             self._endings.remove(ending)

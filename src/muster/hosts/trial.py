@@ -234,11 +234,12 @@ class Trials:
                 # stay held there: a trial that needs one of these locks hangs, and is ended.
                 warnings.simplefilter("ignore")
                 pool.start()
-            pool.ask(0, pool.sealed((trial, options)), Limit(self.stage_timeout_s, "the time of a stage"))
-            if not (arrived := pool.take(None if most_s == math.inf else max(0.0, ends - time.monotonic()))):
+            asked = pool.round()
+            asked.ask({0: (trial, options)}, "at work", Limit(self.stage_timeout_s, "the time of a stage"))
+            if not asked.wait(timeout_s=None if most_s == math.inf else max(0.0, ends - time.monotonic())):
                 outcome.late, outcome.how = True, f"took over {most_s:.3g} s"
                 return outcome
-            [raised] = [one.content for one in arrived if isinstance(one, Answered)]
+            [raised] = [one.content for one in asked.answers.values() if isinstance(one, Answered)]
             if raised is None:
                 outcome.stage = None
             else:

@@ -379,7 +379,7 @@ class AsyncVectorEnv(_DropIn):
     # ---- inside
 
     def _pending(self) -> str:
-        if self.calling:
+        if self._caller.calling:
             return "call"
         return self._doing if self.num_pending else "default"
 

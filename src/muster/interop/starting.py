@@ -21,6 +21,7 @@ from muster.pickling import dumps as dumps_carefully
 from muster.pool.closing import CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
+from muster.pool.messages import Sealed
 from muster.pool.resources import usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init, choose_init_of_drop_in
 from muster.pool.unique_indices import UniqueIndices
@@ -147,12 +148,12 @@ def ways_of(
     return Processes(method, _START_TIMEOUT_S, num_threads, worker_env, init, preloads)
 
 
-def sealed(message: Any, what: str, content: Any, *, context: str | None) -> bytes:
+def sealed(message: Any, what: str, content: Any, *, context: str | None) -> Sealed:
     """A message for one worker, pickled. what, content: the part that errors name where it cannot travel."""
     try:
-        return dumps(message, shares_main=context == "fork")
+        return Sealed(dumps(message, shares_main=context == "fork"))
     except Exception:
-        return dumps_carefully(message, {what: content}, start_method=context or "forkserver")
+        return Sealed(dumps_carefully(message, {what: content}, start_method=context or "forkserver"))
 
 
 def in_this_process(recipes: Sequence[Recipe], worker_init: WorkerInit) -> SerialBackend:

@@ -28,6 +28,10 @@ class Message:
         return type(self), tuple(vars(self).values())
 
 
+class Sealed(bytes):
+    """A message that its sender has pickled already."""
+
+
 # ---- to a worker
 
 

@@ -80,14 +80,32 @@ class Limit:
     words: str
 
 
+@dataclass(eq=False)
+class Asked:
+    """A question that a place owes an answer to.
+
+    round: of the book, which the answer goes to.  words: for what the place does.  at: `watched_s` of the question.
+    since: time.monotonic() once it is sent; None before, while the words say what is about to be done.
+    limit: of the answer; a thread's has no effect: nobody can end a thread.
+    """
+
+    round: Any
+    words: str
+    at: float
+    limit: Limit | None
+    since: float | None = None
+
+    def __str__(self) -> str:
+        return self.words if self.since is None else f"{self.words} for {time.monotonic() - self.since:.3g} s"
+
+
 class Owing:
     """What a place owes, and what it is in."""
 
     index: int
     name: WorkerName
     activity: Activity
-    asked_at: float | None = None  # of the question that it owes an answer to
-    limit: Limit | None = None  # of that answer; a thread's is not kept: nobody can end a thread
+    asked: Asked | None = None
     forgotten = 0  # answers that will come and are to be dropped
 
     def stack_lines(self) -> list[str]:
@@ -158,9 +176,9 @@ class Place(Owing):
 
     def owes_since(self) -> float:
         """Seconds for which nothing has come of the answer that it owes; 0 where it owes none."""
-        if self.asked_at is None:
+        if self.asked is None:
             return 0.0
-        return watched_s() - max(self.asked_at, self.ready_at, self.channel.heard_at)
+        return watched_s() - max(self.asked.at, self.ready_at, self.channel.heard_at)
 
     def start_left_s(self) -> float:
         """Seconds that its worker, which is still starting, has left; not below 0."""

@@ -36,6 +36,7 @@ from muster.pool.messages import (
     Progress,
     Question,
     Ready,
+    Sealed,
     StartOrder,
     Unpacking,
 )
@@ -230,7 +231,7 @@ class Pool(BasePool[Place]):
     # ---- messages
 
     def sealed(self, message: object) -> bytes:
-        return dumps(message, shares_main=self._options.context == "fork")
+        return message if isinstance(message, Sealed) else dumps(message, shares_main=self._options.context == "fork")
 
     def _send(self, place: Place, kind: type[Post | Question], content: bytes, limit: Limit | None) -> None:
         if place.starts:
@@ -291,7 +292,7 @@ class Pool(BasePool[Place]):
     def _settle(self, place: Place, ending: _Ending | None) -> None:
         """Sends a worker that is ready what has waited for that, or has another take its place."""
         while ending is None and place.outbox and self._places[place.index] is place:
-            self._send(place, *place.outbox.popleft(), place.limit)
+            self._send(place, *place.outbox.popleft(), None if place.asked is None else place.asked.limit)
         if isinstance(ending, Failed):
             self._lose(place, self._hooks.raised(place.index, ending))
         elif ending is not None:
@@ -300,11 +301,8 @@ class Pool(BasePool[Place]):
     def _hear_one(self, place: Place, message: object) -> Failed | None:
         """Takes one message; returns it if it costs the worker its place."""
         match message:
-            case Answer() if place.forgotten:
-                place.forgotten -= 1
             case Answer(content):
-                place.asked_at = None
-                self._arrived.append(Answered(place.index, content))
+                self._is_answered(place, Answered(place.index, content))
             case Unpacking(done):
                 place.is_unpacking = not done
             case Progress(content):
@@ -329,8 +327,8 @@ class Pool(BasePool[Place]):
                 if place.start_left_s() == 0.0:
                     with self.whole():
                         self._lose(place, self._too_slow(place))
-            elif place.limit is not None and (elapsed_s := place.owes_since()) > place.limit.s:
-                self.lose(place.index, place.limit.words, elapsed_s)
+            elif (limit := place.asked and place.asked.limit) and (elapsed_s := place.owes_since()) > limit.s:
+                self.lose(place.index, limit.words, elapsed_s)
         self.deliver_logs()
         self._look(self._places)
 
@@ -369,7 +367,7 @@ class Pool(BasePool[Place]):
         return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + (imports or place.rebuilding)
 
     def _doing(self, place: Place) -> str:
-        return place.building if place.starts else self._hooks.doing(place.index)
+        return place.building if place.starts else super()._doing(place)
 
     def processes(self) -> list[tuple[int | None, Usage]]:
         return [(None if one.process.has_ended() else one.process.pid, one.usage_at_start) for one in [*self._places]]
@@ -419,8 +417,7 @@ class Pool(BasePool[Place]):
     def _replace(self, old: Place, reason: str, successor: Successor, error: Exception) -> None:
         """Starts a successor. reason: why, also where that is lost as well.  error: for an answer that is owed."""
         index = old.index
-        if old.asked_at is not None:
-            self._arrived.append(Lost(index, error))
+        self._is_answered(old, Lost(index, error))
         self._require_open()
         place = self._places[index] = self._launch(index, successor.content)
         self._require_place(place)

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -20,7 +20,7 @@ from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.logs import hand_over
 from muster.pool.messages import Failed, Post, Question
-from muster.pool.place import Limit, Owing, Plan
+from muster.pool.place import Asked, Limit, Owing, Plan
 from muster.pool.resources import Usage
 from muster.pool.unique_indices import UniqueIndices
 from muster.pool.watch import NO_ENV, About, State, Watch, importing
@@ -64,8 +64,8 @@ class Hooks(Protocol):
         """The exception for what a worker reports."""
 
     def doing(self, place: int) -> str:
-        """What a worker that is ready is doing, in words."""
-        return "at work"
+        """What a worker that is ready, and owes no answer, is doing, in words."""
+        return "waiting for the caller"
 
     def state(self, place: int) -> State | None:
         """What a worker is in that does not say so itself, see `Activity`."""
@@ -104,6 +104,86 @@ class Whole(Uninterrupted):
 P = TypeVar("P", bound=Owing)
 
 
+class Round:
+    """A page of a pool's book, for one kind of question of its owner: who was asked, and what has come of that.
+
+    A place has one question at a time. Asked again in the same round, what it owes from before is dropped; asked in
+    another round, what it does is awaited first, and that answer stays in its round. A timeout, a Ctrl-C or a handler's
+    exception loses no answer and drops nothing: who waits again goes on.
+
+    answers: by place, what has come and was not taken yet: whoever takes one removes it.
+    """
+
+    def __init__(self, pool: BasePool[Any]) -> None:
+        self._pool = pool
+        self.answers: dict[int, Answered | Lost] = {}
+
+    @property
+    def owing(self) -> list[int]:
+        """The places that still owe an answer of this round."""
+        return [place.index for place in self._pool.owing(self)]
+
+    def ask(
+        self,
+        messages: Mapping[int, object],
+        words: str,
+        limit: Limit | Mapping[int, Limit] | None = None,
+        first: str = "about to answer a call",
+    ) -> None:
+        """Asks places. words: for what they do; `first` until that is sent.  limit: of an answer, anew with each
+        report.
+
+        One object for several places is sealed once, and all are before any is sent. Raises what pickling raises.
+        """
+        pool = self._pool
+        pool.require_places(messages)
+        sealed = dict(pool.sealed_by_place(messages))
+        if self._elsewhere(sealed):  # only then: who has died meanwhile is to be found by this message
+            pool.wait(lambda: not self._elsewhere(sealed))
+        self.drop(sealed)
+        with pool.whole():
+            for place, message in sealed.items():
+                of_place = limit.get(place) if isinstance(limit, Mapping) else limit
+                asked = Asked(self, first, watched_s(), of_place)
+                pool.ask(place, message, asked)
+                asked.words, asked.since = words, time.monotonic()
+
+    def wait(
+        self, at_least: int | None = None, timeout_s: float | None = None, places: Collection[int] | None = None
+    ) -> list[int]:
+        """Waits for answers, and hands logs on; returns the places whose answers are there, in the order of arrival.
+
+        at_least: None for all that are owed.  places: whose answers; None for all. Fewer are there after the timeout.
+        Raises ClosedError, and what closed the pool.
+        """
+
+        self._pool.require_places(places or ())
+
+        def came() -> list[int]:  # a list: a Ctrl-C that comes as a generator is dropped is lost
+            return [place for place in [*self.answers] if places is None or place in places]
+
+        def is_done() -> bool:
+            owing = [place for place in self.owing if places is None or place in places]
+            return not owing or (at_least is not None and len(came()) >= at_least)
+
+        self._pool.wait(is_done, timeout_s)
+        self._pool.deliver_logs()
+        return came()
+
+    def drop(self, places: Collection[int] | None = None) -> None:
+        """Drops the answers of these places, or of all, that have come or will come."""
+        for place in self._pool.owing(self):
+            if places is None or place.index in places:
+                place.asked, place.forgotten = None, place.forgotten + 1
+        for index in [*self.answers] if places is None else places:
+            self.answers.pop(index, None)
+
+    def _elsewhere(self, places: Collection[int]) -> list[int]:
+        """Those of `places` that owe an answer of another round."""
+        own = self.owing
+        return [one.index for one in self._pool.owing() if one.index in places and one.index not in own]
+
+
 class BasePool(ABC, Generic[P]):
     """The verbs that pools of processes and of threads share; they differ in how a message comes to a place and back.
 
@@ -116,7 +196,6 @@ class BasePool(ABC, Generic[P]):
         self._hooks, self._nouns = hooks, nouns
         self._owner = os.getpid()
         self._places: list[P] = []
-        self._arrived: list[Answered | Lost] = []
         self.closed = False
         self._open = [True]
         self._unique_indices = UniqueIndices()
@@ -149,58 +228,54 @@ class BasePool(ABC, Generic[P]):
         with self.whole():
             self._send(self._open_place(place), Post, message, limit)
 
-    def ask(self, place: int, message: Any, limit: Limit | None = None) -> None:
-        """Sends a sealed message as `post` does; one answer is owed. limit: of the answer, anew with each report."""
+    def round(self) -> Round:
+        """A new page of the book, see `Round`."""
+        return Round(self)
+
+    def ask(self, place: int, message: Any, asked: Asked) -> None:
+        """Sends a sealed message as `post` does; one answer is owed, which `asked.round` gets. For rounds."""
         to = self._open_place(place)
-        if to.asked_at is not None:
-            raise UsageError(f"{to.name} still owes an answer; take it, or forget it, before it is asked again")
         with self.whole():
-            to.asked_at, to.limit = watched_s(), limit
-            self._send(to, Question, message, limit)
+            to.asked = asked
+            self._send(to, Question, message, asked.limit)
 
-    def take(
-        self,
-        timeout_s: float | None = None,
-        at_least: int | None = None,
-        places: Collection[int] | None = None,
-        into: dict[int, Answered | Lost] | None = None,
-    ) -> list[Answered | Lost]:
-        """Waits for answers; returns those that have arrived, in that order, fewer than `at_least` at the timeout.
+    def owing(self, of: Round | None = None) -> list[P]:
+        """The places that owe an answer, of one round or of any."""
+        asked = [(one, one.asked) for one in [*self._places]]
+        return [one for one, question in asked if question is not None and (of is None or question.round is of)]
 
-        at_least: None for all that are owed.  places: whose answers; None for all.  into: receives them, too, by place:
-        with it a Ctrl-C loses none, not even at the return. The only wait for answers, which a timeout leaves as they
-        are. Raises ClosedError, and what closed the pool.
-        """
+    def wait(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Waits until `is_done`, or for the time: the only wait. Raises ClosedError, and what closed the pool."""
         began = time.monotonic()
         deadline = math.inf if timeout_s is None else began + timeout_s
-        among = range(len(self._places)) if places is None else places
-        for index in places or ():
-            self._open_place(index)  # raises where there is none
         while True:
             self._require_open()
             if (now := time.monotonic()) >= self._watch_at:  # however often it is called
                 self._watch_at = now + SLICE_S
                 self.watch(now - began)
             left_s = max(0.0, deadline - now)
-            # Lists: a Ctrl-C that comes as a generator is dropped is lost.
-            owed = [index for index in among if self._places[index].asked_at is not None]
-            arrived = [one for one in self._arrived if one.place in among]
-            is_done = not owed or (at_least is not None and len(arrived) >= at_least)
-            if is_done or (left_s == 0.0 and not self._listen(0.0)):
-                with Uninterrupted():
-                    arrived = [one for one in self._arrived if one.place in among]
-                    self._arrived = [one for one in self._arrived if one.place not in among]
-                    if into is not None:
-                        into.update({one.place: one for one in arrived})
-                return arrived
+            if is_done() or (left_s == 0.0 and not self._listen(0.0)):
+                return
             self._listen(min(SLICE_S, left_s))
 
-    def forget(self, places: Collection[int]) -> None:
-        """Drops the answers that these places owe, or that have arrived from them; they may be asked again."""
-        for place in [self._open_place(index) for index in places]:
-            place.forgotten += place.asked_at is not None
-            place.asked_at = None
-        self._arrived = [one for one in self._arrived if one.place not in places]
+    def book(self) -> dict[int, str]:
+        """By place what it was asked, in words, and for how long it has done that. For any thread."""
+        return {one.index: str(one.asked) for one in self.owing()}
+
+    def _is_answered(self, place: P, one: Answered | Lost) -> None:
+        """Takes the answer that a place owes, which is dropped where nobody waits for it any more."""
+        if isinstance(one, Answered) and place.forgotten:
+            place.forgotten -= 1
+        elif place.asked is not None:
+            place.asked.round.answers[place.index], place.asked = one, None
+
+    def _doing(self, place: P) -> str:
+        return self._hooks.doing(place.index) if place.asked is None else str(place.asked)
+
+    def require_places(self, places: Iterable[int]) -> None:
+        """Raises UsageError for a place that there is not, ClosedError."""
+        for index in places:
+            self._open_place(index)
 
     def _open_place(self, index: int) -> P:
         self._require_open()
@@ -232,11 +307,11 @@ class BasePool(ABC, Generic[P]):
 
     @abstractmethod
     def sealed(self, message: object) -> Any:
-        """A message as `post` and `ask` take it, made once for several places. Raises what pickling raises."""
+        """A message as `post` takes it, made once for several places. Raises what pickling raises."""
 
     def sealed_by_place(self, messages: Mapping[int, object]) -> Iterator[tuple[int, Any]]:
         """Yields places with their sealed messages; one that is the same object for several is sealed once."""
-        sealed: dict[int, Any] = {}
+        sealed: dict[int, Any] = {}  # by identity
         for place, message in messages.items():
             if id(message) not in sealed:
                 sealed[id(message)] = self.sealed(message)

@@ -262,7 +262,7 @@ class MultiCollector(BatchSource):
 
         With ``on_failure="restart"`` it is set again in an env that is built again.
         """
-        self.ask(SetAttr(name, values_of(name, values, self._num_envs)))
+        self.ask(SetAttr(name, values_of(name, values, range(self._num_envs))))
 
     def reset(self) -> None:
         """Starts new episodes in all envs with the next batch."""

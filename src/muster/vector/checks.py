@@ -61,13 +61,16 @@ def env_ids_of(env_ids: Any, num_envs: int) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(ids, np.int64)
 
 
-def values_of(name: str, values: Any, num_envs: int) -> dict[int, Any]:
-    """By env, what `set_attr` gives them: ``values[i]`` of a list or tuple, else `values`. Raises ConfigError."""
+def values_of(name: str, values: Any, numbers: Sequence[int]) -> dict[int, Any]:
+    """By env, what `set_attr` gives them: ``values[i]`` of a list or tuple, else `values`. Raises ConfigError.
+
+    numbers: of all envs.
+    """
     if not isinstance(values, (list, tuple)):
-        return dict.fromkeys(range(num_envs), values)
-    if len(values) != num_envs:
-        raise ConfigError(f"set_attr({name!r}): expected {num_envs} values, one an env, got {len(values)}")
-    return dict(enumerate(values))
+        return dict.fromkeys(numbers, values)
+    if len(values) != len(numbers):
+        raise ConfigError(f"set_attr({name!r}): expected {len(numbers)} values, one an env, got {len(values)}")
+    return dict(zip(numbers, values, strict=True))
 
 
 def require_options(options: Any) -> None:

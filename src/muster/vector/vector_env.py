@@ -92,15 +92,11 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def reset_some(self, ids: Array, seeds: Sequence[int | None], options: Any, passes_options: bool = True) -> None:
-        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked the arguments.
-
-        passes_options: whether ``env.reset`` gets the keyword `options` at all.
-        """
+        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked the arguments."""
         if self._recovery is not None:
             seeds = self._recovery.seeds_for_reset(ids, seeds, options)
-        numbers = self._backend.numbers
-        by_number = {numbers[env]: seed for env, seed in zip(ids.tolist(), seeds, strict=True)}
-        self._backend.ask(Reset(by_number, options, passes_options))
+        numbers = [self._backend.numbers[env] for env in ids.tolist()]
+        self._backend.ask(Reset(dict(zip(numbers, seeds, strict=True)), options, passes_options))
 
     @verb
     def reset_wait(
@@ -172,8 +168,6 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self._wait(wanted, timeout, "recv")
         return self._batch._make(self._read(self.copy if _copies is None else _copies, None)[:6])
 
-    # ---- everything else
-
     @verb
     def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The results of ``env.name(*args, **kwargs)``, or of ``name(env, env_index, *args, **kwargs)`` for a function.
@@ -216,10 +210,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def set_attr(self, name: str, values: Any) -> None:
         """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
         self.require_idle("set_attr")
-        by_env = checks.values_of(name, values, self.num_envs)
-        self.ask(SetAttr(name, dict(zip(self._backend.numbers, by_env.values(), strict=True))))
+        self.ask(SetAttr(name, checks.values_of(name, values, self._backend.numbers)))
 
-    @verb
     def ask(self, question: EnvQuestion) -> Any:
         """The joined answers of all envs to a question that is answered by messages."""
         answers: list[Any] = self.answers_to(question)
@@ -233,10 +225,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.require_idle("ask")
         self._caller.calling = True
         try:
-            if (recovery := self._recovery) is not None:
-                return recovery.answers_to(question)
-            self._backend.ask(question)
-            return self._backend.answers(None)
+            return (self._recovery or self._backend).answers_to(question)
         finally:
             self._caller.calling = False
 
@@ -333,11 +322,6 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         """The number of envs that owe an answer to a step, send or reset."""
         return self._caller.num_pending
 
-    @property
-    def calling(self) -> bool:
-        """Whether a call is pending, whose results `call_wait` takes."""
-        return self._caller.calling
-
     def require_open(self) -> None:
         """Raises ClosedError where the vector env is closed, or belongs to the process that this one is a fork of."""
         self._caller.require_open()
@@ -359,10 +343,12 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         ends = math.inf if timeout is None else time.monotonic() + timeout
         try:
             self._drops_pending = True
-            while self.calling or self.num_pending:  # takes the answers, or the error, of at least one env
+            while self._caller.calling or self.num_pending:  # takes the answers, or the error, of at least one env
                 left_s = None if timeout is None else ends - time.monotonic()
                 with contextlib.suppress(EnvError, CannotTravel):
-                    SteppedEnvs.call_wait(self, left_s) if self.calling else SteppedEnvs.recv(self, None, left_s)
+                    SteppedEnvs.call_wait(self, left_s) if self._caller.calling else SteppedEnvs.recv(
+                        self, None, left_s
+                    )
         finally:
             self._drops_pending = False
 
@@ -405,9 +391,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             began = now if began is None else began
             self._backend.watch(now - began)
             if now >= ends:
-                call = doing if doing == "recv" else f"{doing}_wait"
                 raise WaitTimeout(
-                    f"{call}(timeout={timeout}): fewer than {min_envs} envs were ready; they stay pending, so the "
+                    f"{doing}{'_wait' * (doing != 'recv')}(timeout={timeout}): fewer than {min_envs} envs were ready; they stay pending, so the "
                     "same call may be made again"
                 )
             slice_ns = int(min(SLICE_NS, (ends - now) * 1e9))

@@ -6,12 +6,12 @@ objects of this file, which speak to Muster's pool.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,12 @@ from muster.hosts.failures import Failure, not_rebuilt_here
 from muster.hosts.recipe_plans import Recipes, plans_of
 from muster.interop.starting import NOUNS, sealed, ways_of
 from muster.interop.torchrl.collector_worker import FLAG_BYTES, Ask, CollectBy, CollectorPlan, Placed, Put, Way
+from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import close_abandoned, in_all
 from muster.pool.messages import Failed
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, usable_cores
-from muster.pool.verbs import Answered, Hooks
+from muster.pool.verbs import Answered, Hooks, Lost, Round
 from muster.recipes.recipe import Recipe
 from muster.rollout.processes.shared_weights import SharedWeights, write_all
 from muster.rollout.weights import Copies
@@ -60,21 +61,11 @@ class Files:
 
 
 class _Work(Hooks):
-    """What the workers of a pool do, for its errors. asked: by worker that has not answered, what and when."""
-
-    def __init__(self) -> None:
-        self.asked: dict[int, tuple[CollectBy | Ask, float]] = {}
+    """What the pool asks its owner, see `Hooks`."""
 
     def raised(self, place: int, failed: Failed) -> BaseException:
         fields = failed.type_name, failed.message, failed.traceback, failed.exception
         return original_error([Failure(place, place, None, *fields, hint=failed.about)], 0)
-
-    def doing(self, place: int) -> str:
-        if place not in self.asked:
-            return "waiting for the caller"
-        asked, at = self.asked[place]
-        what = f"answering call({asked.name!r})" if isinstance(asked, Ask) else f"in step of env {place}"
-        return f"{what} for {time.monotonic() - at:.3g} s"
 
 
 class CollectorPool:
@@ -84,7 +75,6 @@ class CollectorPool:
         self.num_workers = count = len(recipes)
         self._context = context
         self._files = files
-        self._work = _Work()
         self._interrupted = False
         self._pausing: set[int] = set()
         self._resuming: set[int] = set()  # workers that run free again once they have answered a message
@@ -92,8 +82,9 @@ class CollectorPool:
         self._trees: dict[int, Any] = {}
         self._handed: set[int] = set()  # workers whose trees TorchRL's loop has
         self._batches = [0] * self.num_workers
-        self._answers: dict[int, Any] = {}
-        self._pool = _pool_of(recipes, files, self._work, context, num_threads)
+        self._ways: dict[int, Way] = {}  # by worker that collects, in the order in which they were asked
+        self._pool = _pool_of(recipes, files, context, num_threads)
+        self._messages, self._collecting = self._pool.round(), self._pool.round()
         self._finalizer = weakref.finalize(self, close_abandoned, self._pool.close, files.end_free_runs)
         facts = self._pool.start(MemoryPlan(count, count, "warn", min(usable_cores(), count)) if count > 1 else None)
         self._pool.never_replaces()
@@ -152,7 +143,10 @@ class CollectorPool:
     def take(self, timeout: float | None) -> tuple[Any, Any]:
         """What TorchRL's workers put into their queue. Raises WaitTimeout after `timeout` s, NotPendingError."""
         while not self._ready:
-            if not self._work.asked:
+            if self._resuming:  # after a message whose answer nobody waited for
+                self._messages.wait(timeout_s=timeout, places=self._resuming)
+                self._resume()
+            if not self._ways:
                 raise NotPendingError("no worker collects; iterate the collector, or start() it")
             self._receive(timeout)
         worker, collected = self._ready.popleft()
@@ -164,7 +158,8 @@ class CollectorPool:
 
     def _collect(self, worker: int, way: Way) -> None:
         self._files.flags[worker] = 0
-        self._send(worker, CollectBy(way), self._pool.sealed(CollectBy(way)))
+        self._send(self._collecting, worker, CollectBy(way), f"in step of env {worker}")
+        self._ways[worker] = way
 
     def _result(self, worker: int, collected: Placed) -> tuple[Any, int]:
         """What TorchRL's worker puts into its queue: a batch and the worker's index where it is new, or the index."""
@@ -194,92 +189,87 @@ class CollectorPool:
         self._settle(worker)
         if message.name == "reset":
             self._drop(worker)
-        self._answers.pop(worker, None)  # of a message whose answer nobody waited for, after a Ctrl-C
         what = f"what {message.name} sends to collector {worker}"
-        self._send(worker, message, sealed(message, what, message.data, context=self._context))
+        data = sealed(message, what, message.data, context=self._context)
+        self._send(self._messages, worker, data, f"answering call({message.name!r})")
 
     def has_answer(self, worker: int) -> bool:
         """Whether `answer` returns one."""
-        return worker in self._answers or self._answers_message(worker)
+        return worker in self._messages.answers or worker in self._messages.owing
 
     def answer(self, worker: int) -> Any:
         """The answer of a worker to the last message. Raises what the worker has raised, NotPendingError."""
-        while worker not in self._answers:
-            if not self._answers_message(worker):
-                raise NotPendingError(f"collector {worker} owes no answer")
-            self._receive(None)
-        answer = self._answers.pop(worker)
+        if not self.has_answer(worker):
+            raise NotPendingError(f"collector {worker} owes no answer")
+        with self._noting_interrupts():
+            self._messages.wait(places=[worker])
+        self._resume()
+        answer = _opened(self._messages.answers.pop(worker))
         if isinstance(answer, Failure):
             raise original_error([answer], 0)
         return answer
 
     # ---- both
 
-    def _send(self, worker: int, question: CollectBy | Ask, data: bytes) -> None:
+    def _send(self, of: Round, worker: int, question: object, words: str) -> None:
         if self._pool.closed:
             raise ClosedError("this collector was shut down; make another one")
         self._interrupted = False
-        self._pool.forget([worker])  # what it may owe, if a Ctrl-C came in between
-        self._pool.ask(worker, data)
-        self._work.asked[worker] = question, time.monotonic()
+        of.ask({worker: question}, words)
 
     def _receive(self, timeout: float | None) -> None:
-        """Waits for an answer. Raises what a worker has raised that collected, WaitTimeout, WorkerDied."""
-        try:
-            arrived = self._pool.take(timeout, at_least=1)
-        except BaseException as error:
-            self._interrupted = not isinstance(error, Exception)
-            if self._pool.closed:
-                self._work.asked.clear()
-            raise
-        self._pool.deliver_logs()
-        if not arrived and timeout is None:  # nobody owes an answer: a Ctrl-C came just after it had arrived
-            self._work.asked.clear()
-        elif not arrived:
-            raise WaitTimeout(
-                f"no collector has answered within {timeout} s; they go on, so the same call may be made again"
-            )
-        answers = {one.place: _opened(one) for one in arrived if isinstance(one, Answered)}
+        """Waits for a batch. Raises what a worker has raised that collected, WaitTimeout, WorkerDied."""
+        with self._noting_interrupts():
+            if not self._collecting.wait(at_least=1, timeout_s=timeout) and self._collecting.owing:
+                raise WaitTimeout(
+                    f"no collector has answered within {timeout} s; they go on, so the same call may be made again"
+                )
         # In the order in which they were asked: none is overtaken by another's later batch.
-        order = [worker for worker in self._work.asked if worker in answers]
-        failures = [failure for worker in order if (failure := self._accept(worker, answers[worker])) is not None]
+        done = [worker for worker in self._ways if worker in self._collecting.answers]
+        failures = [failure for worker in done if (failure := self._accept(worker)) is not None]
         if failures:
             raise original_error(failures, 0)
 
-    def _accept(self, worker: int, answer: Any) -> Failure | None:
-        """Takes in a worker's answer; returns the failure of one that has collected."""
-        asked, _ = self._work.asked.pop(worker)
-        if isinstance(asked, Ask):
-            self._answers[worker] = answer
-            if worker in self._resuming:
-                self._resuming.discard(worker)
-                self._collect(worker, Way.FREELY)
-        elif isinstance(answer, Failure):
-            self._pausing.discard(worker)
-            return answer
-        elif asked.way == Way.FREELY:
-            if worker in self._pausing:
-                self._ready.append((worker, None))
-            self._pausing.discard(worker)
-        else:
+    @contextlib.contextmanager
+    def _noting_interrupts(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._interrupted = not isinstance(error, Exception)
+            if self._pool.closed:
+                self._ways.clear()
+            raise
+
+    def _accept(self, worker: int) -> Failure | None:
+        """Takes in what a worker has collected, or returns its failure."""
+        with Uninterrupted():
+            way, answer = self._ways.pop(worker), _opened(self._collecting.answers.pop(worker))
+            if isinstance(answer, Failure):
+                self._pausing.discard(worker)
+                return answer
+            if way is Way.FREELY:
+                if worker in self._pausing:
+                    self._ready.append((worker, None))
+                self._pausing.discard(worker)
+                return None
             if answer.put == Put.NEW:
                 self._trees[worker] = answer.content.mapped()
                 self._handed.discard(worker)
             self._ready.append((worker, answer))
         return None
 
+    def _resume(self) -> None:
+        """Has workers run free again that did so before a message, and have answered that."""
+        for worker in [worker for worker in self._resuming if worker in self._messages.answers]:
+            self._resuming.discard(worker)
+            self._collect(worker, Way.FREELY)
+
     def _runs_free(self, worker: int) -> bool:
-        return self._asked(worker) == CollectBy(Way.FREELY)
-
-    def _answers_message(self, worker: int) -> bool:
-        return isinstance(self._asked(worker), Ask)
-
-    def _asked(self, worker: int) -> CollectBy | Ask | None:
-        return self._work.asked.get(worker, (None,))[0]
+        return self._ways.get(worker) is Way.FREELY
 
     def _settle(self, worker: int) -> None:
         """Waits until a worker has done what it does."""
-        while worker in self._work.asked:
+        while worker in self._ways:
             if self._runs_free(worker):
                 self._files.flags[worker] = 1
             self._receive(None)
@@ -298,7 +288,7 @@ class CollectorPool:
             raise original_error(failures, 0)
 
 
-def _pool_of(recipes: Sequence[Recipe], files: Files, work: _Work, context: str, num_threads: int) -> Pool:
+def _pool_of(recipes: Sequence[Recipe], files: Files, context: str, num_threads: int) -> Pool:
     ways = ways_of(context, num_threads, preloads=PRELOADS)
     count, call = len(recipes), recipes[0].call
 
@@ -310,10 +300,11 @@ def _pool_of(recipes: Sequence[Recipe], files: Files, work: _Work, context: str,
         plan.info = replace(plan.info, env_index=plan.info.worker_index)
     starting = f"starting {count} env{'s' * (count > 1)} in {count} process{'es' * (count > 1)}"
     nouns = replace(NOUNS, pool="the collector is", starting=starting, rebuilding=call.hanging())
-    return Pool("muster.interop.torchrl.collector_worker:CollectorResident", plans, ways, work, nouns=nouns)
+    return Pool("muster.interop.torchrl.collector_worker:CollectorResident", plans, ways, _Work(), nouns=nouns)
 
 
-def _opened(answered: Answered) -> Any:
+def _opened(answered: Answered | Lost) -> Any:
+    assert isinstance(answered, Answered)  # the loss of a worker closes the pool
     try:
         return pickle.loads(answered.content)
     except Exception as error:

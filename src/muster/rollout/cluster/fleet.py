@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from muster.errors import ClosedError, SpecMismatch
+from muster.hosts.failures import Failure
 from muster.hosts.questions import EnvQuestion, Kept
 from muster.introspection import caller_stacklevel
 from muster.pool.notices import say
@@ -112,6 +114,8 @@ class Fleet:
             answers = self._ask_there(orders) if question.key is not None else self._ask_up(orders)
             if question.needs_all or not answers:
                 self._require_up([member for member in self._members if member not in answers])
+            for member, of_node in answers.items():
+                answers[member] = [_of(member, one) if isinstance(one, Failure) else one for one in of_node]
             return [one for member in self._members for one in answers.get(member) or [None] * len(member.envs)]
 
         return self._kept.asked(question, act)
@@ -312,6 +316,12 @@ class Fleet:
 def _image_of(weights: SharedWeights) -> Image:
     version, image = weights.image()
     return version, np.frombuffer(image, np.uint8)
+
+
+def _of(member: Member, failure: Failure) -> Failure:
+    """The failure of an env, with the name of its node."""
+    notes = filter(None, (f"On {member.place}.", failure.note))
+    return replace(failure, note="\n".join(notes))
 
 
 def _block(layout: BatchLayout) -> Any:

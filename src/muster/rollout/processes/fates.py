@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,7 +56,7 @@ def seed_after(seed: int | None, *keys: int) -> int | None:
 class Fates(Hooks):
     """What the pool asks its owner, see `Hooks`; the pool's finalizer does not hang on it.
 
-    restarts: whether others come. asked: what replicas are busy with, in words, and since when.
+    restarts: whether others come.
     reasons: by collector, why the one before was lost, until a batch says so.
     seeds: for the next replicas.  kept: what envs are asked again.
     replaced: how often, by collector.  counts: int64 ``[collectors, COUNTS]``, of the current processes.
@@ -67,7 +66,6 @@ class Fates(Hooks):
         self._plans, self._nouns = plans, nouns
         self.restarts = max_restarts is not None
         self._budget = Budget(max_restarts or 0, nouns)
-        self.asked: dict[int, tuple[str, float | None]] = {}
         self.reasons: dict[int, str] = {}
         self.seeds: list[int | None] = [None] * len(plans)
         self.kept = kept
@@ -96,7 +94,3 @@ class Fates(Hooks):
 
     def raised(self, place: int, failed: Failed, is_final: bool = False) -> ReplicaFailed:
         return ReplicaFailed(self._nouns.name(place), failed, is_final)
-
-    def doing(self, place: int) -> str:
-        words, since = self.asked.get(place, ("waiting for the caller", None))
-        return words if since is None else f"{words} for {time.monotonic() - since:.3g} s"

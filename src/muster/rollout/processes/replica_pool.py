@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from muster.pool.place import Limit, Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, figures, naming_limits, usable_cores
 from muster.pool.set_up import NO_INIT, Processes
-from muster.pool.verbs import Answered, Lost
+from muster.pool.verbs import Answered, Lost, Round
 from muster.rollout.collector_set import Filled
 from muster.rollout.processes.batch_memory import BatchMemory, Block, own, stop_flag
 from muster.rollout.processes.fates import Fates, ReplicaFailed
@@ -122,7 +121,6 @@ class ReplicaPool:
         self._waiting = [1.0] * len(plan.plans)  # shares of their time
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
-        self._is_cut_short = False  # whether an error or Ctrl-C in a question has left batches under way
         self._fates = Fates(plan.plans, plan.nouns, plan.max_restarts, kept)
         with naming_limits("the collectors could not start"), standard_fds():
             self._batch_memory = BatchMemory()
@@ -132,6 +130,7 @@ class ReplicaPool:
             nouns=plan.nouns,
             take_logs=take_logs,
         )
+        self._questions, self._batches = self._pool.round(), self._pool.round()
         weakref.finalize(self, close_abandoned, self._pool.close)
 
     def start(self, seeds: Sequence[int | None], frames: int = 0) -> None:
@@ -241,38 +240,37 @@ class ReplicaPool:
 
     def _ask(self, questions: Mapping[int, object], words: str) -> dict[int, Any]:
         """Asks collectors between batches; returns the answers by collector, among them what is `Raised` or `Lost`."""
-        if self._is_cut_short:
+        self._batches.wait()  # those that are under way, and what they have failed with, come first
+        try:
+            self._replace_raised(self._batches)
+        except ReplicaFailed:
             self.give_up()
-        if self._filling:
-            self._is_cut_short = True
-            self._take_ready(len(self._filling))
-            self._is_cut_short = False
-        answers: dict[int, Any] = {}
-        self._forget_interrupted(self._collectors)
-        self._send(questions, words)
-        while self._fates.asked:
-            answers |= {one.place: one.content if isinstance(one, Answered) else one for one in self._take(None)}
-        return dict(sorted(answers.items()))
+            raise
+        self._questions.drop()
+        self._questions.ask(questions, words, self._limit)
+        self._questions.wait()
+        answers = sorted(self._questions.answers.items())
+        self._questions.drop()
+        return {k: one.content if isinstance(one, Answered) else one for k, one in answers}
 
     # ---- collecting
 
     def collect(self) -> Filled:
-        if self._is_cut_short:
-            self.give_up()
+        self._questions.wait()  # what a Ctrl-C has left
         return self._collect_all() if self._sync else self._collect_first()
 
     def give_up(self) -> None:
         """Stops all collectors. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
         self._ready.clear()
         self.stop()
-        while self._fates.asked:
-            for one in self._take(None):
-                if isinstance(one, Answered) and isinstance(one.content, Raised) and self._fates.restarts:
-                    self._replace_or_raise(one.place, one.content)
+        for of in (self._batches, self._questions):
+            of.wait()
+            if self._fates.restarts:
+                self._replace_raised(of)
+            of.drop()
         self._fates.reasons.clear()
         self._filling.clear()
         self._afresh.update(self._collectors)
-        self._is_cut_short = False
 
     def stop(self) -> None:
         """Ends the batches that are under way early. For any thread."""
@@ -321,9 +319,8 @@ class ReplicaPool:
             stop_flag(block)[0] = 0
         orders = {k: Collect(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()}
         asked = {k: order for k, order in orders.items() if k not in self._fates.reasons}
-        self._forget_interrupted(blocks)
         self._filling |= {k: block for k, (_, block) in blocks.items()}  # first: what has begun can be stopped
-        self._send(asked, "collecting", "about to collect")
+        self._batches.ask(asked, "collecting", self._limit, "about to collect")
         self._afresh.difference_update(blocks)
 
     def _receive(self, min_collectors: int) -> list[tuple[int, Block, Collected | None]]:
@@ -331,18 +328,19 @@ class ReplicaPool:
 
         None: it was lost, and another is in its place.
         """
+        batches = self._batches
         # Those that were lost while they had nothing to do were not asked.
-        lost = [k for k in self._filling if k not in self._fates.asked]
+        lost = [k for k in self._filling if k not in batches.owing and k not in batches.answers]
         done: list[tuple[int, Block, Collected | None]] = [(k, self._filling.pop(k), None) for k in lost]
-        for one in self._take(max(0, min_collectors - len(done))):
-            block = self._filling.pop(one.place)
+        for k in batches.wait(max(0, min_collectors - len(done))):
+            one, block = batches.answers.pop(k), self._filling.pop(k)
             content = one.content if isinstance(one, Answered) else None
             if isinstance(content, Raised):
-                self._replace_or_raise(one.place, content)
+                self._replace_or_raise(k, content)
                 content = None
             elif content is not None:
-                self._fates.counts[one.place], self._waiting[one.place] = content.counts, content.waiting
-            done.append((one.place, block, content))
+                self._fates.counts[k], self._waiting[k] = content.counts, content.waiting
+            done.append((k, block, content))
         return done
 
     def _finish(
@@ -367,29 +365,14 @@ class ReplicaPool:
         storage.add_ends(collected.finals, collected.losses, collected.infos, part.start)
         return collected.version
 
-    # ---- the pool
+    # ---- what replicas have raised
 
-    def _send(self, questions: Mapping[int, object], words: str, at_first: str = "about to answer a call") -> None:
-        """Asks replicas. words, at_first: what they do then, and what they do until they can have read it."""
-        for k, sealed in self._pool.sealed_by_place(questions):
-            self._fates.asked[k] = at_first, None
-            self._pool.ask(k, sealed, self._limit)
-            self._fates.asked[k] = words, time.monotonic()
-
-    def _forget_interrupted(self, collectors: Collection[int]) -> None:
-        """Drops what replicas that are idle still owe: answers to a question that was interrupted."""
-        self._pool.forget(collectors)
-        for k in collectors:
-            self._fates.asked.pop(k, None)
-
-    def _take(self, at_least: int | None) -> list[Answered | Lost]:
-        arrived = self._pool.take(at_least=at_least)
-        for one in arrived:
-            self._fates.asked.pop(one.place, None)
-        if at_least is None:  # nobody owes an answer, even where a Ctrl-C came just after one had arrived
-            self._fates.asked.clear()
-        self._pool.deliver_logs()
-        return arrived
+    def _replace_raised(self, of: Round) -> None:
+        """Has others take the places of replicas that have raised; their answers are Lost from then on."""
+        for k, one in [*of.answers.items()]:
+            if isinstance(one, Answered) and isinstance(one.content, Raised):
+                self._replace_or_raise(k, one.content)
+                of.answers[k] = Lost(k, self._error(k, one.content))
 
     def _replace_or_raise(self, collector: int, raised: Raised) -> None:
         """Has another process take the place of a replica that has raised, where that may help."""
