@@ -15,7 +15,6 @@ from pool_contract import PoolContract, ProcessPoolContract, StartContract
 from pool_residents import Echo, Hooks, name_of, plan_for
 
 from muster.errors import UnknownMessage, WorkerDied
-from muster.hosts.threads import ThreadPool
 from muster.pool.closing import AT_ONCE
 from muster.pool.launcher_client import LauncherClient
 from muster.pool.messages import (
@@ -37,6 +36,7 @@ from muster.pool.messages import (
 from muster.pool.place import Plan
 from muster.pool.pool import Pool
 from muster.pool.set_up import Processes, SetUp
+from muster.pool.thread_pool import ThreadPool
 from muster.pool.worker import Resident, serve
 from processes import is_alive
 

@@ -392,8 +392,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             self._backend.watch(now - began)
             if now >= ends:
                 raise WaitTimeout(
-                    f"{doing}{'_wait' * (doing != 'recv')}(timeout={timeout}): fewer than {min_envs} envs were ready; they stay pending, so the "
-                    "same call may be made again"
+                    f"{doing}{'_wait' * (doing != 'recv')}(timeout={timeout}): fewer than {min_envs} envs were ready; "
+                    "they stay pending, so the same call may be made again"
                 )
             slice_ns = int(min(SLICE_NS, (ends - now) * 1e9))
 
