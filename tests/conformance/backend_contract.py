@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,12 +51,15 @@ REPRODUCIBLE: dict[str, Callable[[], gym.Env[Any, Any]]] = {
 _SIMULATORS = {"HalfCheetah": "mujoco", "Pong": "ale_py"}  # take seconds to start
 
 
+go_on = threading.Event()
+"""Ends the steps of `Stuck` that are under way in this process."""
+
+
 class Stuck(Counter):
     """An env whose steps take a minute."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        for _ in range(6000):
-            time.sleep(0.01)
+        go_on.wait(60.0)
         return super().step(action)
 
 
@@ -173,13 +177,17 @@ class OrderContract(StartContract):
         envs.step_async(np.zeros(2, int))
         started = time.monotonic()
         verb, has_workers = (
-            ("killed", True) if self.has_worker_processes else ("interrupted", not self.steps_in_the_caller)
+            ("killed", True) if self.has_worker_processes else ("left behind", not self.steps_in_the_caller)
         )
         cut = pytest.warns(RuntimeWarning, match=f"was {verb} before it closed env 0: it was in step of env 0")
         with cut if has_workers else contextlib.nullcontext():
             envs.close(timeout=0.2)
         assert time.monotonic() - started < 20
         assert envs.closed
+        go_on.set()
+        for thread in [one for one in threading.enumerate() if one.name.startswith("muster-worker")]:
+            thread.join(10)
+        go_on.clear()
 
 
 class BackendContract(StepContract, InfoContract, ErrorContract, OrderContract):

@@ -28,6 +28,7 @@ from pool_residents import Doing, Echo, Hooks, Notes, Reported, Reports, Waits, 
 
 from muster.errors import CannotTravel, ClosedError, UnknownMessage, UsageError, WorkerDied, WorkerTimeout
 from muster.pool import closing
+from muster.pool import pool as pool_module
 from muster.pool.closing import AT_ONCE, CloseLimits, close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.place import Limit, Plan
@@ -74,8 +75,13 @@ class PoolUnderTest:
             return made[-1]
 
         yield make
+        residents.go_on.set()
         for pool in made:
             pool.close(AT_ONCE)
+        for thread in threading.enumerate():
+            if thread.name.startswith("muster-worker"):
+                thread.join(10.0)
+        residents.go_on.clear()
         made.clear()
 
 
@@ -662,7 +668,7 @@ class ProcessPoolContract(StartContract, PoolContract):
             time.sleep(0.5 * len(workers))
             return ["" for _ in workers]
 
-        monkeypatch.setattr(closing, "python_stacks", slowly)
+        monkeypatch.setattr(pool_module, "python_stacks", slowly)
         assert pool.close(CloseLimits(busy_s=0.1)) == [(0, [])]
         assert asked
 

@@ -62,7 +62,7 @@ class Processed:
 
 
 class TestThreads(PoolContract):
-    cut_verb = "interrupted"
+    cut_verb = "left behind"
     ends_a_worker = staticmethod(residents.fail)
 
     def make_pool(

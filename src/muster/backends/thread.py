@@ -67,8 +67,4 @@ class ThreadBackend(PooledBackend):
     def close(self, limits: CloseLimits) -> list[Failure]:
         self._end_steps()
         failures = [one for _, said in self.pool.close(limits) for one in said]
-        return sorted((one for one in failures if not self._is_cut(one)), key=lambda failure: failure.env_index)
-
-    def _is_cut(self, failure: Failure) -> bool:
-        """Whether an env's ``close()`` has failed by the interrupt that a warning tells of."""
-        return failure.env_index in self.pool.interrupted and isinstance(failure.exception, SystemExit)
+        return sorted(failures, key=lambda failure: failure.env_index)

@@ -7,9 +7,9 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from muster.arguments import seconds
 from muster.errors import CannotTravel, WorkerName, more
@@ -17,9 +17,10 @@ from muster.introspection import caller_stacklevel
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.messages import Answer, Closed, Closing, Failed, Progress, Ready, Unpacking, expect
 from muster.pool.notices import say
-from muster.pool.place import Place
-from muster.pool.worker_process import python_stacks, readable
+from muster.pool.place import Owing
 from muster.transport.channel import ChannelClosed
+
+P = TypeVar("P", bound=Owing)
 
 CLOSE_S = 60.0
 # How long a worker that is in a step, a reset or a call may take before it begins to close.
@@ -124,10 +125,6 @@ class CloseProgress:
         """Notes that all is closed; the worker has the time of one more part to end."""
         self.begins(len(self._parts))
 
-    def grant(self, limit_s: float) -> None:
-        """Has the worker waited for so long from now on, whatever the limits say."""
-        self.until = time.monotonic() + limit_s
-
     def _wait(self, now: float, limit_s: float) -> None:
         self.until = min(now + limit_s, self._latest)
 
@@ -183,29 +180,32 @@ def _still(waited_for: Sequence[CloseProgress], doing: Callable[[int], str]) -> 
             yield f"{one.name} is still closing after {NOTICE_S:g} s"
 
 
-class ClosingPlaces:
+class ClosingPlaces(Generic[P]):
     """Asks the residents of places to close, and waits for each as long as `limits` allow.
 
     ask: sends a place the message `Close`; raises TimeoutError where the worker cannot take it yet, ChannelClosed.
-    on_slice: called now and then while it waits.
-    doing: what a worker is busy with, in words.  pending: how much of that it has to do first.
-    said: what the residents have said of their closing, by place.  cuts: reports of the workers that were killed.
+    listen: waits for what some places say, and returns those that may have said something.
+    doing, stacks: what a worker is busy with, in words, and the Python stacks of several.
+    pending: how much a worker has to do first.  on_slice: called now and then while it waits.
+    said: what the residents have said of their closing, by place.  cuts: reports of the workers that were cut off.
     """
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[P],
         limits: CloseLimits,
         *,
-        ask: Callable[[Place], None],
-        doing: Callable[[Place], str],
+        ask: Callable[[P], None],
+        listen: Callable[[Sequence[P], float], Iterable[P]],
+        doing: Callable[[P], str],
+        stacks: Callable[[Sequence[P]], Sequence[str]],
         pending: Callable[[int], int],
         on_slice: Callable[[], None],
     ) -> None:
-        self._limits, self._on_slice = limits, on_slice
-        self._ask, self._doing, self._count_pending = ask, doing, pending
+        self._limits, self._on_slice, self._hear = limits, on_slice, listen
+        self._ask, self._doing, self._stacks, self._count_pending = ask, doing, stacks, pending
         began = time.monotonic()
-        self._owed = [place for place in places if not place.process.has_ended()]
+        self._owed = [place for place in places if not place.has_ended()]
         self._progress = {place.index: _progress_of(place, limits, began) for place in self._owed}
         self._pending = {place.index: pending(place.index) for place in self._owed}
         self._unasked = list(self._owed)
@@ -218,17 +218,17 @@ class ClosingPlaces:
         self._unasked = [place for place in self._unasked if not self._is_asked(place)]
 
     def wait(self) -> None:
-        """Waits until all have ended; kills those that are late. Ctrl-C ends the wait, and kills none."""
+        """Waits until all have ended; cuts off those that are late. Ctrl-C ends the wait, and cuts off none."""
         while self._owed:
             Uninterrupted.let_through()
             self.ask()
             self._listen()
             self._on_slice()
-            self._kill_late(time.monotonic())
+            self._cut_late(time.monotonic())
             progress = [self._progress[place.index] for place in self._owed]
             self._notice.check(progress, lambda i: self._doing(self._owed[i]))
 
-    def _is_asked(self, place: Place) -> bool:
+    def _is_asked(self, place: P) -> bool:
         # A worker reads a message before it begins the next step, so it ends its steps first; one that starts reads
         # none, and nothing rings it, before its resident is built.
         if place.starts or self._pending[place.index]:
@@ -243,15 +243,14 @@ class ClosingPlaces:
 
     def _listen(self) -> None:
         """Takes what the workers report, for a short time."""
-        by_fd = {fd: place for place in self._owed for fd in (place.process.fileno(), place.channel.fileno())}
         soonest = min(self._progress[place.index].until for place in self._owed)
         slice_s = min(_BUSY_SLICE_S if self._unasked else _SLICE_S, max(0.0, soonest - time.monotonic()))
-        for place in dict.fromkeys(by_fd[fd] for fd in readable(by_fd, slice_s)):
+        for place in self._hear(self._owed, slice_s):
             self._take_messages(place)
-            if place.process.has_ended():
+            if place.has_ended():
                 self._owed.remove(place)
 
-    def _take_messages(self, place: Place) -> None:
+    def _take_messages(self, place: P) -> None:
         progress = self._progress[place.index]
         try:
             while True:
@@ -262,12 +261,12 @@ class ClosingPlaces:
                         self.said[place.index] = content
                         progress.ends()
                     case Ready():  # one that had been starting
-                        place.starting_until = None
+                        place.starting_until = None  # type: ignore[attr-defined]  # no thread starts and closes
                         progress.goes_on()
                     case Failed() as failed:  # it waits to be killed
                         if not place.starts:
                             self.cuts.append(not_closed(place.name, failed))
-                        place.process.kill()
+                        place.cut()
                     case Unpacking() | Progress() | Answer():  # the wait for these was interrupted
                         pass
                     case unknown:
@@ -279,7 +278,7 @@ class ClosingPlaces:
         except ChannelClosed:
             place.hang_up()
 
-    def _kill_late(self, now: float) -> None:
+    def _cut_late(self, now: float) -> None:
         for place in self._owed:
             if not self._progress[place.index].begun:
                 self._note_steps(place)
@@ -287,7 +286,7 @@ class ClosingPlaces:
         # Of a worker that still builds its resident, nothing is lost.
         told = [one for one in late if not one.starts]
         doing = {place.index: self._doing(place) for place in told}
-        stacks = dict(zip(doing, python_stacks([place.process for place in told]), strict=True))
+        stacks = dict(zip(doing, self._stacks(told), strict=True))
         for place in late:
             i, progress = place.index, self._progress[place.index]
             self._take_messages(place)
@@ -295,17 +294,17 @@ class ClosingPlaces:
                 continue
             self._owed.remove(place)
             # Where hardly any time was given, a process that only has to end is not worth a word.
-            if i in stacks and not place.process.has_ended() and (progress.left or self._limits.call_s > LEAST_S):
-                self.cuts.append(progress.cut("killed", doing[i], stacks[i]))
-            place.process.kill()
+            if i in stacks and not place.has_ended() and (progress.left or self._limits.call_s > LEAST_S):
+                self.cuts.append(progress.cut(place.cut_verb, doing[i], stacks[i]))
+            place.cut()
 
-    def _note_steps(self, place: Place) -> None:
+    def _note_steps(self, place: P) -> None:
         if (pending := self._count_pending(place.index)) != self._pending[place.index]:
             self._pending[place.index] = pending
             self._progress[place.index].goes_on()
 
 
-def _progress_of(place: Place, limits: CloseLimits, began: float) -> CloseProgress:
+def _progress_of(place: Owing, limits: CloseLimits, began: float) -> CloseProgress:
     return CloseProgress(place.name, place.name.envs, limits.hurried(place.starts), began, place.parts)
 
 

@@ -26,7 +26,7 @@ from muster.pool.messages import Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, naming_limits, usage_of
 from muster.pool.watch import Activity, importing
 from muster.pool.worker import main
-from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stacks, stream_fd
+from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stacks, readable, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, watched_s
 from muster.worker_info import SEED_BITS, WorkerInfo
@@ -100,13 +100,34 @@ class Asked:
 
 
 class Owing:
-    """What a place owes, and what it is in."""
+    """What a place owes, and what it is in.
+
+    parts: see `Plan`.  starts: whether its worker is not ready yet.  cut_verb: what is done to one that does not end.
+    """
 
     index: int
     name: WorkerName
+    parts: int
     activity: Activity
     asked: Asked | None = None
     forgotten = 0  # answers that will come and are to be dropped
+    starts: Any = False
+    cut_verb = "killed"
+
+    def has_ended(self) -> bool:
+        """Whether its worker has ended."""
+        raise NotImplementedError
+
+    def heard(self) -> object:
+        """The next message that has come as a whole. Raises TimeoutError, ChannelClosed, CannotTravel."""
+        raise NotImplementedError
+
+    def hang_up(self) -> None:
+        """Hears no more of it."""
+
+    def cut(self) -> None:
+        """Ends a worker that does not end by itself."""
+        raise NotImplementedError
 
     def stack_lines(self) -> list[str]:
         """The Python stack of the thread that works there, most recent call first; empty where it cannot be read."""
@@ -117,7 +138,7 @@ class Owing:
 class Place(Owing):
     """The worker in one place, the channel to it, and what it owes.
 
-    parts: see `Plan`.  starting_until: the deadline of a worker that is still starting; None once it is ready.
+    starting_until: the deadline of a worker that is still starting; None once it is ready.
     replaces: why it was started, where another was here before.  outbox: messages that wait until it is ready.
     facts: what it has said at its start.  failed: why the start of all fails.  tries: how many workers there were here.
     """
@@ -142,8 +163,13 @@ class Place(Owing):
 
     @property
     def starts(self) -> bool:
-        """Whether its worker is not ready yet."""
         return self.starting_until is not None
+
+    def has_ended(self) -> bool:
+        return self.process.has_ended()
+
+    def cut(self) -> None:
+        self.process.kill()
 
     @property
     def building(self) -> str:
@@ -165,7 +191,6 @@ class Place(Owing):
         return True
 
     def heard(self) -> object:
-        """The next message that has come as a whole. Raises TimeoutError, ChannelClosed, CannotTravel."""
         try:
             return self.channel.recv(0.0)
         except (TimeoutError, ChannelClosed):
@@ -216,10 +241,15 @@ class Place(Owing):
         self.process.release()
 
     def hang_up(self) -> None:
-        """Closes this end of the channel."""
         if (fd := self.channel.fileno()) >= 0:
             disown(fd)
             self.channel.close()
+
+
+def readable_places(places: Sequence[Place], timeout_s: float) -> list[Place]:
+    """Those of `places` that have said something, or ended, within the time."""
+    by_fd = {fd: place for place in places for fd in (place.process.fileno(), place.channel.fileno())}
+    return [*dict.fromkeys(by_fd[fd] for fd in readable(by_fd, timeout_s))]
 
 
 @dataclass

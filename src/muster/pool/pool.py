@@ -41,13 +41,13 @@ from muster.pool.messages import (
     Unpacking,
 )
 from muster.pool.notices import StartNotice
-from muster.pool.place import Limit, Place, Plan, Started, Starting, fork, launch_named
+from muster.pool.place import Limit, Place, Plan, Started, Starting, fork, launch_named, readable_places
 from muster.pool.resources import MemoryPlan, Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
 from muster.pool.watch import activity_in
-from muster.pool.worker_process import Poller, close_own, own
+from muster.pool.worker_process import Poller, close_own, own, python_stacks
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, frame, watched_s
 from muster.transport.mail import dumps
@@ -459,7 +459,9 @@ class Pool(BasePool[Place]):
         warn_of_cuts(closing.cuts)
         return sorted(closing.said.items())
 
-    def _closing(self, places: Sequence[Place], limits: CloseLimits, pending: Callable[[int], int]) -> ClosingPlaces:
+    def _closing(
+        self, places: Sequence[Place], limits: CloseLimits, pending: Callable[[int], int]
+    ) -> ClosingPlaces[Place]:
         message = frame(dumps(Close()))
 
         def owed(index: int) -> int:
@@ -470,7 +472,15 @@ class Pool(BasePool[Place]):
             self._hooks.ring(place.index)
             place.channel.send_frames(message, 0.0)
 
-        return ClosingPlaces(places, limits, ask=ask, doing=self._doing, pending=owed, on_slice=self.deliver_logs)
+        return ClosingPlaces(
+            *(places, limits),
+            ask=ask,
+            listen=readable_places,
+            doing=self._doing,
+            stacks=lambda places: python_stacks([place.process for place in places]),
+            pending=owed,
+            on_slice=self.deliver_logs,
+        )
 
     def _end(self) -> None:
         """Kills the workers that still run, and releases their fds, the launcher and the big arrays."""

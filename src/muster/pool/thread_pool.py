@@ -1,10 +1,7 @@
-"""A pool whose places are threads of this process, for envs: the same verbs, where nothing is sent or replaced."""
+"""A pool whose places are threads of this process: the same verbs, where nothing is sent or replaced."""
 
 from __future__ import annotations
 
-import _thread
-import contextlib
-import ctypes
 import errno
 import os
 import queue
@@ -13,8 +10,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +19,9 @@ import numpy as np
 from muster.errors import WorkerDied, WorkerTimeout
 from muster.pickling.interrupts import Uninterrupted
 from muster.pickling.probe import starts
-from muster.pool.closing import AT_ONCE, CloseLimits, CloseNotice, CloseProgress, not_closed, warn_of_cuts
+from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
-from muster.pool.messages import Answer, Close, Closed, Closing, Failed, Message, Post, Question, Ready
+from muster.pool.messages import Answer, Close, Closed, Failed, Message, Post, Question, Ready
 from muster.pool.place import Limit, Owing, Plan
 from muster.pool.resources import Usage, limit_reached, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
@@ -32,12 +29,10 @@ from muster.pool.watch import Activity
 from muster.pool.worker import Here, Resident, serve
 from muster.worker_info import worker_info_context
 
-# How long a thread may take at least to finish its current work when the pool closes, and then to go on after an
-# interrupt. Together under 2 s: after Ctrl-C nobody waits longer.
+# How long a thread may take at least to finish its current work when the pool closes, and to close a part. Together
+# under 2 s: after Ctrl-C nobody waits longer.
 _GRACE_S = 1.0
-_INTERRUPT_S = 0.5
-_AGAIN_S = 0.1  # for what an interrupted thread does next
-_BUSY_SLICE_S = 0.002
+_PART_S = 0.5
 
 
 class _Thread(Owing):
@@ -45,9 +40,11 @@ class _Thread(Owing):
 
     It holds no reference to the pool, so that a pool that nobody uses is collected and closed.
     said, heard: readers take from `said`; `heard` gets an item with each, to wait for, so that a wait that Ctrl-C ends
-    loses nothing. Event and the other parts of `threading` that are written in Python are not used: Ctrl-C in a wait
-    may break them.
+    loses nothing.  unread: what it has said while the pool closes. Event and the other parts of `threading` that are
+    written in Python are not used: Ctrl-C in a wait may break them.
     """
+
+    cut_verb = "left behind"
 
     def __init__(
         self, index: int, plan: Plan, resident: type[Resident], said: deque[Any], heard: queue.SimpleQueue[None]
@@ -56,6 +53,7 @@ class _Thread(Owing):
         self.name = NOUNS.name(index, plan.envs)
         self._resident = resident
         self._said, self._heard = said, heard
+        self.parts, self.unread, self._has_closed = plan.parts, deque[Message](), False
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.activity = Activity()
         self.crash: BaseException | None = None
@@ -76,16 +74,28 @@ class _Thread(Owing):
                 except BaseException as error:
                     self._say(Failed.of(error, None))
                     return
-                try:
-                    serve(resident, self.inbox.get, self._say)
-                except SystemExit:  # an interrupt between the steps of two envs
-                    self._say(Closed(resident.close(lambda i: self._say(Closing(i)))))
+                serve(resident, self.inbox.get, self._say)
         except BaseException as error:  # reported by the caller's `watch`: nobody reads a thread's traceback
             self.crash = error
 
     def _say(self, message: Message) -> None:
         self._said.append((self, message))
         self._heard.put(None)
+
+    def has_ended(self) -> bool:
+        if self._has_closed:
+            self.thread.join(_GRACE_S)  # nothing is left to be done there
+        return not self.thread.is_alive()
+
+    def heard(self) -> object:
+        if not self.unread:
+            raise TimeoutError
+        message = self.unread.popleft()
+        self._has_closed = isinstance(message, Closed)
+        return message
+
+    def cut(self) -> None:
+        """Leaves it behind: nobody can end a thread."""
 
     def stack_lines(self) -> list[str]:
         frame = sys._current_frames().get(self.thread.ident or 0)
@@ -98,7 +108,7 @@ class ThreadPool(BasePool[_Thread]):
 
     Plans and messages are the objects themselves. Residents are built one after the other: few constructors are
     thread-safe, and Python's warning filters are not. None is judged, lost or replaced; a thread that ends closes it.
-    interrupted: parts, by the indices that users know, whose close was interrupted and is named in the warning.
+    One that does not close in time is left behind and named: nobody can end a thread.
     """
 
     def __init__(self, resident: type[Resident], plans: Sequence[Plan], start_timeout_s: float, hooks: Hooks) -> None:
@@ -107,7 +117,6 @@ class ThreadPool(BasePool[_Thread]):
         self._said: deque[tuple[_Thread, Message]] = deque()
         self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._places = [_Thread(i, plan, resident, self._said, self._heard) for i, plan in enumerate(plans)]
-        self.interrupted: set[int] = set()
 
     def start(self) -> list[Any]:
         """Starts all threads; returns what their residents say of themselves. An error leaves nothing behind."""
@@ -195,194 +204,60 @@ class ThreadPool(BasePool[_Thread]):
     # ---- closing
 
     def close(self, limits: CloseLimits) -> list[tuple[int, Any]]:
-        """As `Pool.close`; a thread that hangs is interrupted once, then left behind and named."""
-        # The garbage collector may run this in any thread, even in one of these.
-        started = [one for one in self._places if one.thread.is_alive() and one.thread.ident != threading.get_ident()]
-        closing = _ClosingThreads(started, limits, self._said, self._wait, self._hooks, self._put, self._doing)
+        """As `Pool.close`; a thread that hangs is left behind and named."""
         try:
             with Uninterrupted():
                 is_first = self._begins_to_close()
             if not is_first:  # in a forked child of the caller these threads do not exist
                 return []
-            for one in self._places:
-                if one not in started:  # reads it once it comes to that
-                    self._put(one, Close())
+            closing = self._closing(limits)
+            closing.ask()
             closing.wait()
-        finally:  # also when another Ctrl-C ends the wait
+        finally:  # also when a Ctrl-C ends the wait
             if self._is_closer():
-                closing.give_up()
+                for one in self._places:
+                    self._put(one, Close())  # who goes on after all closes its resident then
                 self._unique_indices.release()
-        self.interrupted = closing.interrupted
         if not limits.terminates:
             crashes = [(one.name, Failed.of(one.crash, None)) for one in self._places if one.crash is not None]
             warn_of_cuts([*closing.cuts, *(not_closed(*crash) for crash in crashes)])
-        return sorted(closing.results.items())
+        return sorted(closing.said.items())
 
-
-@dataclass(eq=False)
-class _Ending:
-    """One thread on its way to its end.
-
-    pending: how much it has to do before it is asked to close; None once it is asked.
-    interrupted_at: where it was when it was interrupted; None before, and once it has gone on.
-    report: what to say of its first interrupt.
-    """
-
-    one: _Thread
-    progress: CloseProgress
-    pending: int | None = 0
-    interrupted_at: tuple[int, ...] | None = None
-    report: str = ""
-
-
-class _ClosingThreads:
-    """The wait for threads that close. cuts: reports of what was interrupted, or left behind.
-
-    results: what the residents say of their closing, by place.  interrupted: parts whose close was interrupted.
-    """
-
-    def __init__(
-        self,
-        threads: Sequence[_Thread],
-        limits: CloseLimits,
-        said: deque[tuple[_Thread, Message]],
-        wait: Callable[[float], bool],
-        hooks: Hooks,
-        send: Callable[..., None],
-        doing: Callable[[_Thread], str],
-    ) -> None:
-        # Threads in the caller's own process always have time to close, even after an error or with a timeout of 0.
+    def _closing(self, limits: CloseLimits) -> ClosingPlaces[_Thread]:
+        # The garbage collector may close it in any thread, even in one of these.
+        here = threading.get_ident()
+        # Threads of the caller's own process always have time to close, even after an error or with a timeout of 0.
         longer = replace(
             limits,
-            part_s=max(limits.part_s, _INTERRUPT_S),
-            call_s=max(limits.call_s, _GRACE_S + _INTERRUPT_S),
+            part_s=max(limits.part_s, _PART_S),
+            call_s=max(limits.call_s, _GRACE_S + _PART_S),
             busy_s=max(limits.busy_s, _GRACE_S),
         )
-        self._said, self._wait, self._hooks, self._send, self._doing = said, wait, hooks, send, doing
-        self._pending: Callable[[int], int] = (lambda _: 0) if limits.terminates else hooks.pending
-        began = time.monotonic()
-        self._endings = [
-            _Ending(one, CloseProgress(one.name, one.plan.envs, longer, began, one.plan.parts)) for one in threads
-        ]
-        self._notice = CloseNotice(longer, began)
-        self._interrupts = False
-        self.interrupted: set[int] = set()
-        self.cuts: list[str] = []
-        self.results: dict[int, Any] = {}
+        started = [one for one in self._places if one.thread.ident not in (None, here)]
 
-    def wait(self) -> None:
-        """Waits until all have ended, or were left behind."""
-        while self._endings:
-            self._ask()
-            for ending in self._endings:
-                if ending.pending is None:  # again: one that steps into the slab just now has not heard the first ring
-                    self._hooks.ring(ending.one.index)
-            settled = all(one.pending is None and one.progress.left for one in self._endings)
-            self._wait(SLICE_S if settled else _BUSY_SLICE_S)
-            self._listen()
-            now = time.monotonic()
-            for ending in list(self._endings):
-                alive = ending.one.thread.is_alive()
-                if ending.interrupted_at is not None and not (
-                    alive and ending.interrupted_at == self._place_of(ending)
-                ):
-                    self._goes_on(ending)
-                if not alive:
-                    self._endings.remove(ending)
-                elif now >= ending.progress.until:
-                    self._is_late(ending)
-            self._say_what_closes([one for one in self._endings if one.interrupted_at is None])
-        self._listen()
+        asked: list[_Thread] = []
 
-    def give_up(self) -> None:
-        """Interrupts the threads that still run, unless they were."""
-        endings, self._endings = self._endings, []
-        for ending in endings:
-            if ending.pending is not None:
-                self._send(ending.one, Close())
-            if ending.interrupted_at is None:
-                self._interrupts = True
-                _raise_exit_in(ending.one.thread.ident)
-        deadline = time.monotonic() + _INTERRUPT_S
-        for ending in endings:
-            ending.one.thread.join(max(0.0, deadline - time.monotonic()))
-        if self._interrupts:
-            _forget_exits()
+        def ask(one: _Thread) -> None:
+            asked.append(one)
+            self._put(one, Close())
 
-    def _say_what_closes(self, waited_for: Sequence[_Ending]) -> None:
-        progress = [one.progress for one in waited_for]
-        self._notice.check(progress, lambda i: self._doing(waited_for[i].one))
+        def ring() -> None:  # again: one that steps into the slab just now has not heard the first ring
+            for one in asked:
+                self._hooks.ring(one.index)
 
-    def _place_of(self, ending: _Ending) -> tuple[int, ...]:
-        return ending.progress.begun, len(ending.progress.left), self._hooks.pending(ending.one.index)
+        return ClosingPlaces(
+            *(started, longer),
+            ask=ask,
+            listen=self._hear,
+            doing=self._doing,
+            stacks=lambda places: ["\n".join(one.stack_lines()) or "(none: it has ended)" for one in places],
+            pending=(lambda _: 0) if limits.terminates else self._hooks.pending,
+            on_slice=ring,
+        )
 
-    def _goes_on(self, ending: _Ending) -> None:
-        """Notes that a thread has left the place where it was interrupted; what it does next may hang, too."""
-        ending.interrupted_at = None
-        if ending.report not in self.cuts:
-            self.cuts.append(ending.report)
-        if not ending.progress.begun:
-            ending.progress.grant(_AGAIN_S)
-
-    def _ask(self) -> None:
-        """Asks those to close that have done what they were asked for before."""
-        for ending in self._endings:
-            if ending.pending is None:
-                continue
-            if (pending := self._pending(ending.one.index)) != ending.pending:
-                ending.progress.goes_on()
-            ending.pending = pending or None
-            if not pending:
-                self._send(ending.one, Close())
-
-    def _listen(self) -> None:
-        endings = {one.one.index: one for one in self._endings}
+    def _hear(self, places: Sequence[_Thread], timeout_s: float) -> list[_Thread]:
+        self._wait(timeout_s)
         while self._said:
             one, message = self._said.popleft()
-            progress = endings[one.index].progress if one.index in endings else None
-            match message:
-                case Closing(i) if progress is not None:
-                    progress.begins(i)
-                case Closed(content):
-                    self.results[one.index] = content
-                    if progress is not None:
-                        progress.ends()
-
-    def _is_late(self, ending: _Ending) -> None:
-        """Interrupts a thread that hangs; leaves it behind where that has not helped."""
-        one, progress = ending.one, ending.progress
-        doing, stack = self._doing(one), "\n".join(one.stack_lines()) or "(none: it has ended)"
-        if ending.interrupted_at is not None:
-            self.cuts.append(progress.cut("left behind, in a native call that does not return,", doing, stack))
-            self._endings.remove(ending)
-            return
-        ending.interrupted_at = self._place_of(ending)
-        ending.report = ending.report or progress.cut("interrupted", doing, stack)
-        if progress.begun and progress.left:
-            self.interrupted.add(progress.left[0])
-        if ending.pending is not None:
-            ending.pending = None
-            self._send(one, Close())
-        progress.grant(_INTERRUPT_S)
-        self._interrupts = True
-        _raise_exit_in(one.thread.ident)
-
-
-def _raise_exit_in(ident: int | None) -> None:
-    """Raises SystemExit in a thread: that interrupts Python code, not a native call."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(SystemExit))
-
-
-def _forget_exits() -> None:
-    """Clears Python's note of exceptions that were set for threads which ended, or hang, before they were raised.
-
-    Before 3.13 Python has one such note for all threads, and clears it when any thread raises its exception. Until then
-    Python 3.11 hangs in the next function that is profiled or traced, for example by a debugger.
-    """
-
-    def notice() -> None:
-        with contextlib.suppress(SystemExit):
-            _raise_exit_in(threading.get_ident())
-            time.sleep(0)  # gives it the chance to be raised: at the latest after a call
-
-    _thread.start_new_thread(notice, ())
+            one.unread.append(message)
+        return [*places]
