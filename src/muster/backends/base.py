@@ -151,7 +151,7 @@ class Backend(ABC):
         self.ask(question)
         return self.answers(None)
 
-    def asked(self, question: EnvQuestion) -> Array:
+    def ids_of(self, question: EnvQuestion) -> Array:
         """The indices of the envs that a question asks."""
         return np.array([env for env, number in enumerate(self.numbers) if question.asks(number)], np.int64)
 

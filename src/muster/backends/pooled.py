@@ -144,7 +144,7 @@ class PooledBackend(Backend):
 
     def _ask_by_row(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
         with self.whole():
-            self.caller.request_resets(self.asked(question))
+            self.caller.request_resets(self.ids_of(question))
             for host, part in parts.items():
                 self._post(host, part)
 

@@ -204,7 +204,7 @@ class ProcessBackend(PooledBackend):
         return self._mail
 
     def _ask_by_row(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
-        with self._answering_here(self._local, self.asked(question)):
+        with self._answering_here(self._local, self.ids_of(question)):
             super()._ask_by_row(question, parts)
             if self._local is not None:
                 self._local.answer(question)

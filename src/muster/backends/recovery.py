@@ -76,7 +76,7 @@ class Recovery:
 
     def answers_to(self, question: EnvQuestion) -> list[Any]:
         """As `Backend.answers_to`; envs that are built again are asked again."""
-        return self._kept.asked(question, lambda: self._backend.answers_to(question))
+        return self._kept.while_asking(question, lambda: self._backend.answers_to(question))
 
     def worker_died(self, host: int, envs: range, reason: str) -> dict[int, list[EnvQuestion]]:
         """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost.

@@ -75,7 +75,7 @@ class SerialBackend(Backend):
         if not question.by_row:
             self._answers = self._env_host.answer(question)
             return
-        env_ids = self.asked(question)
+        env_ids = self.ids_of(question)
         with self._answering_here(self._env_host, env_ids):
             self.caller.request_resets(env_ids)
             self._env_host.answer(question)

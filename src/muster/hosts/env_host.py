@@ -233,9 +233,9 @@ class EnvHost:
         if question.by_row:
             self._answer_by_rows(question)
             return []
-        return [self._answered(question, i) if question.asks(env) else None for i, env in enumerate(self.numbers)]
+        return [self._carried_out(question, i) if question.asks(env) else None for i, env in enumerate(self.numbers)]
 
-    def _answered(self, question: EnvQuestion, i: int) -> Any:
+    def _carried_out(self, question: EnvQuestion, i: int) -> Any:
         try:
             with self._activity.of(Doing.TALKING, self.first_env + i), worker_info_context(self.info_of(i)):
                 return question.on(self, i)
@@ -307,7 +307,7 @@ class EnvHost:
             i, reasons = self.numbers.index(env), {}
             for question in of_env:
                 # An env of the caller's process may change the value.
-                answer = self._answered(question if self.dumps else question.packed(shared), i)
+                answer = self._carried_out(question if self.dumps else question.packed(shared), i)
                 if isinstance(answer, Failure):
                     reasons[f"{question.key}"] = f"{answer.type_name}: {answer.message}"
             if reasons:

@@ -229,7 +229,7 @@ class Kept:
         for env, of_env in questions.items():
             self._by_env[env] |= {(type(one), one.key): one for one in of_env}
 
-    def asked(self, question: EnvQuestion, ask: Callable[[], list[Any]]) -> list[Any]:
+    def while_asking(self, question: EnvQuestion, ask: Callable[[], list[Any]]) -> list[Any]:
         """Keeps a question, then asks it: a worker may die meanwhile. Envs that refuse keep what they had.
 
         ask: returns the answers, in the order of the envs.

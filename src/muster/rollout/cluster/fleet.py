@@ -118,7 +118,7 @@ class Fleet:
                 answers[member] = [_of(member, one) if isinstance(one, Failure) else one for one in of_node]
             return [one for member in self._members for one in answers.get(member) or [None] * len(member.envs)]
 
-        return self._kept.asked(question, act)
+        return self._kept.while_asking(question, act)
 
     def _require_up(self, members: Sequence[Member]) -> None:
         for member in members:

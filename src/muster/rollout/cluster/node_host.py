@@ -176,13 +176,13 @@ class NodeHost:
 
     def answer(self, order: Parcel) -> list[Any]:
         """Answers an order: the name of a method of `_Orders`, and its arguments. One after the other."""
-        return self._answered(order, _Orders)
+        return self._reported(order, _Orders)
 
     def answer_beside(self, order: Parcel) -> list[Any]:
         """Answers at once, in a thread of its own, see `_Beside`."""
-        return self._answered(order, _Beside)
+        return self._reported(order, _Beside)
 
-    def _answered(self, order: Parcel, orders: type[_Orders | _Beside]) -> list[Any]:
+    def _reported(self, order: Parcel, orders: type[_Orders | _Beside]) -> list[Any]:
         name, *arguments = opened(order)
         content, failure = None, None
         try:

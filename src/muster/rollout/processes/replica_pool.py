@@ -197,7 +197,7 @@ class ReplicaPool:
                     answers[k] = [None] * len(self._plans[k].envs)
             return [one for answer in answers.values() for one in answer]
 
-        return self._fates.kept.asked(question, act)
+        return self._fates.kept.while_asking(question, act)
 
     def stats(self) -> dict[str, Any]:
         counts = self._fates.counts_so_far()
