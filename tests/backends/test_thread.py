@@ -17,8 +17,8 @@ import pytest
 import muster
 import programs
 from muster.errors import ClosedError, EnvError, OneEnvPerProcess, WaitTimeout, WorkerTimeout
-from muster.pool import closing
-from muster.pool.closing import AT_ONCE
+from muster.pool import limits
+from muster.pool.limits import AT_ONCE
 from slow import slow
 
 
@@ -230,7 +230,7 @@ def test_an_answer_to_an_interrupted_call_is_not_taken_for_another():
 
 
 def test_a_call_that_another_thread_closes_ends(monkeypatch):
-    monkeypatch.setattr(closing, "BUSY_S", 0.5)
+    monkeypatch.setattr(limits, "BUSY_S", 0.5)
     entered = threading.Event()
 
     class Waits(Meeting):
@@ -262,9 +262,9 @@ def output_after_a_send(step: str, then: str) -> str:
         import numpy as np
         import muster
         sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from muster.pool import closing
+        from muster.pool import closing, limits
         from test_thread import Meeting
-        closing.BUSY_S = closing.ABANDONED_S = 1.0
+        limits.BUSY_S = closing.ABANDONED_S = 1.0
         envs = muster.make_vec(Meeting, 4, backend="thread", num_workers=2, env_kwargs={{"step": lambda: {step}}})
         envs.reset()
         envs.send(np.zeros(4, int))

@@ -27,11 +27,12 @@ import pytest
 from pool_residents import Doing, Echo, Hooks, Notes, Reported, Reports, Waits, plan_for
 
 from muster.errors import CannotTravel, ClosedError, UnknownMessage, UsageError, WorkerDied, WorkerTimeout
-from muster.pool import closing
+from muster.pool import limits
 from muster.pool import pool as pool_module
-from muster.pool.closing import AT_ONCE, CloseLimits, close_abandoned
+from muster.pool.closing import close_abandoned
 from muster.pool.deaths import Nouns
-from muster.pool.place import Limit, Plan
+from muster.pool.limits import AT_ONCE, CloseLimits, Limit
+from muster.pool.place import Plan
 from muster.pool.verbs import Answered, Round, Successor
 from muster.pool.worker import Resident
 from processes import wait_for_end
@@ -820,7 +821,7 @@ class ProcessPoolContract(StartContract, PoolContract):
         notes = tmp_path / "notes"
         hooks = Hooks(Successor(Doing(residents.hang_shortly, Notes(notes, "closes")), ["kept"]), pending=1)
         pool = make(None, hooks=hooks)
-        monkeypatch.setattr(closing, "HURRIED_S", 10.0)
+        monkeypatch.setattr(limits, "HURRIED_S", 10.0)
         kill(pool, 0)
         while not hooks.lost:
             pool.watch(0.0)

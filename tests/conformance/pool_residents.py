@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from muster.pool.closing import CloseLimits
+from muster.pool.limits import CloseLimits
 from muster.pool.messages import Build, Failed
 from muster.pool.place import Plan
 from muster.pool.pool import Pool

@@ -15,8 +15,8 @@ from pool_contract import PoolContract, ProcessPoolContract, StartContract
 from pool_residents import Echo, Hooks, name_of, plan_for
 
 from muster.errors import UnknownMessage, WorkerDied
-from muster.pool.closing import AT_ONCE
 from muster.pool.launcher_client import LauncherClient
+from muster.pool.limits import AT_ONCE
 from muster.pool.messages import (
     Answer,
     Build,

@@ -20,7 +20,7 @@ from faulty_envs import CountingEnv, hang_in_c
 import muster
 import programs
 from muster.errors import ClosedError, EnvError, WorkerDied
-from muster.pool import closing
+from muster.pool import limits
 from muster.pool.launcher_client import LauncherClient
 from slow import slow
 
@@ -154,7 +154,7 @@ def test_close_is_silent_about_a_dead_worker_and_closes_the_others(tmp_path: Pat
 
 
 def test_close_does_not_wait_for_a_step_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closing, "BUSY_S", 0.5)
+    monkeypatch.setattr(limits, "BUSY_S", 0.5)
     envs = make(tmp_path, hangs=True)
     envs.reset()
     envs.send(ACTIONS)

@@ -21,7 +21,7 @@ import muster
 from muster.backends import recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.interop.gymnasium import AsyncVectorEnv
-from muster.pool import closing, place
+from muster.pool import limits, place
 from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)
@@ -384,7 +384,7 @@ class Sleeping(faulty_envs.CountingEnv):
 
 @pytest.mark.parametrize("backend", ["process", "thread"])
 def test_close_does_not_wait_for_a_call_that_hangs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closing, "BUSY_S", 0.5)
+    monkeypatch.setattr(limits, "BUSY_S", 0.5)
     envs = muster.make_vec(Sleeping, 2, backend=backend, num_workers=2)
     envs.call_async("sleep")
     start = time.monotonic()
@@ -458,7 +458,7 @@ def test_an_alarm_bounds_a_step_and_the_reset_after_it(
 
 
 def test_an_alarm_that_has_ended_a_step_hurries_no_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closing, "HURRIED_S", 0.0)
+    monkeypatch.setattr(limits, "HURRIED_S", 0.0)
     envs = muster.make_vec([partial(Gated, tmp_path / "open")] * 2, num_workers=2)
     envs.reset()
     with pytest.raises(TooLong), alarm(0.05, ends):

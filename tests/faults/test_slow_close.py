@@ -20,7 +20,7 @@ from faulty_envs import CountingEnv
 import muster
 import programs
 from muster.errors import ConfigError
-from muster.pool import closing
+from muster.pool import closing, limits
 from slow import slow
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -156,7 +156,7 @@ def test_a_timeout_of_0_says_what_it_cuts_off(options: Any, folder: str) -> None
 def test_a_step_that_is_cut_off_is_named_with_its_stack(
     options: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(closing, "BUSY_S", 1.0)
+    monkeypatch.setattr(limits, "BUSY_S", 1.0)
     envs = muster.make_vec(Slow, 2, env_kwargs={"folder": folder}, **options)
     envs.reset()
     envs.send(np.array([0, 3]))
@@ -328,8 +328,8 @@ def gymnasiums(folder: str, **kwargs: Any) -> Any:
 def test_drop_ins_wait_for_ever_for_the_step_and_for_the_close(
     make: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("CLOSE_S", "BUSY_S", "NOTICE_S"):
-        monkeypatch.setattr(closing, name, 0.1)
+    for module, name in ((limits, "CLOSE_S"), (limits, "BUSY_S"), (closing, "NOTICE_S")):
+        monkeypatch.setattr(module, name, 0.1)
     envs = make(folder, seconds=0.3)
     envs.reset()
     envs.step_async(np.array([2, 2]))

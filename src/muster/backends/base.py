@@ -24,16 +24,9 @@ from muster.hosts.failures import Failure
 from muster.hosts.questions import EnvQuestion, Pack, shared
 from muster.hosts.requests import HostOptions, Restart, WaitBudget
 from muster.pickling import MAKE_VEC, UserCall
-from muster.pool.closing import (
-    AT_ONCE,
-    FOR_EVER,
-    CloseLimits,
-    CloseNotice,
-    CloseProgress,
-    name_envs,
-    warn_of_cuts,
-)
+from muster.pool.closing import CloseNotice, CloseProgress, name_envs, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
+from muster.pool.limits import AT_ONCE, FOR_EVER, CloseLimits
 from muster.pool.resources import Usage, naming_limits
 from muster.pool.verbs import Whole
 from muster.spaces.tree import Array

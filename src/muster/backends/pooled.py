@@ -15,10 +15,9 @@ from muster.hosts.failures import Failure, HostFailed, to_exception
 from muster.hosts.questions import EnvQuestion
 from muster.hosts.requests import Attach, HostOptions, Restart
 from muster.pickling.interrupts import Uninterrupted
-from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
+from muster.pool.limits import AT_ONCE, CloseLimits, Limit
 from muster.pool.messages import Failed
-from muster.pool.place import Limit
 from muster.pool.resources import Usage, naming_limits
 from muster.pool.verbs import Answered, BasePool, Round, Successor
 from muster.pool.watch import WORDS, State, seconds_since

@@ -26,10 +26,9 @@ from muster.hosts.recipe_plans import plans_of
 from muster.hosts.requests import Attach, EnvPlan, HostOptions, Restart
 from muster.pickling import UserCall
 from muster.pickling.interrupts import Uninterrupted
-from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import standard_fds
-from muster.pool.place import Limit
+from muster.pool.limits import AT_ONCE, CloseLimits, Limit
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, Usage, usable_cores, usage_of
 from muster.pool.set_up import Processes

@@ -24,7 +24,7 @@ from muster.errors import more
 from muster.hosts.questions import EnvQuestion, Kept
 from muster.hosts.requests import Restart
 from muster.introspection import caller_stacklevel
-from muster.pool.closing import AT_ONCE
+from muster.pool.limits import AT_ONCE
 from muster.pool.place import Budget
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns

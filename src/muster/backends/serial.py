@@ -14,8 +14,8 @@ from muster.hosts.failures import Failure, to_exception
 from muster.hosts.questions import EnvQuestion
 from muster.hosts.requests import HostOptions, Restart
 from muster.pickling.main_module import Init
-from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import NOUNS, Nouns
+from muster.pool.limits import AT_ONCE, CloseLimits
 from muster.pool.resources import Usage, usage_of
 from muster.pool.unique_indices import UniqueIndices
 from muster.pool.watch import Activity

@@ -11,8 +11,8 @@ from muster.hosts.env_resident import EnvResident
 from muster.hosts.failures import Failure, to_exception
 from muster.hosts.requests import Attach, EnvPlan, HostOptions
 from muster.pickling.main_module import Init
-from muster.pool.closing import CloseLimits
 from muster.pool.deaths import NOUNS
+from muster.pool.limits import CloseLimits
 from muster.pool.place import Plan
 from muster.pool.thread_pool import ThreadPool
 from muster.recipes.recipe import Recipe

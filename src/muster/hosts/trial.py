@@ -17,12 +17,12 @@ from muster._core import EXIT_FDS_CLOSED, Doing
 from muster.envs.light_melting_pot import import_without_bots
 from muster.errors import WorkerDied, WorkerTimeout, how_ended
 from muster.pickling.main_module import Init
-from muster.pool.closing import AT_ONCE
 from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
+from muster.pool.limits import AT_ONCE, Limit
 from muster.pool.messages import Failed
 from muster.pool.notices import starts_unsaid
-from muster.pool.place import Limit, Plan
+from muster.pool.place import Plan
 from muster.pool.pool import Pool
 from muster.pool.set_up import NO_INIT, ChosenInit, Processes
 from muster.pool.verbs import Answered, Hooks

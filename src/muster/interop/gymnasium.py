@@ -44,8 +44,8 @@ from muster.interop.agreed_spaces import (
 from muster.interop.starting import in_this_process, processes, recipes_of, with_lazies
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
-from muster.pool.closing import AT_ONCE, FOR_EVER, in_all
 from muster.pool.environment import WorkerEnv
+from muster.pool.limits import AT_ONCE, FOR_EVER, in_all
 from muster.pool.set_up import WorkerInit
 from muster.spaces.tree import Array, Casting
 from muster.transport.infos import Infos

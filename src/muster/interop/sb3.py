@@ -36,8 +36,8 @@ from muster.introspection import callable_name, module_name
 from muster.pickling import UserCall
 from muster.pickling.main_module import MAIN_NAMES
 from muster.pickling.walk import Walk
-from muster.pool.closing import FOR_EVER
 from muster.pool.environment import WorkerEnv
+from muster.pool.limits import FOR_EVER
 from muster.pool.set_up import WorkerInit
 from muster.recipes.recipe import Recipe
 from muster.spaces.compare import handed_out

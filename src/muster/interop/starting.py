@@ -18,9 +18,9 @@ from muster.introspection import callable_name
 from muster.lazy_values import Lazy
 from muster.pickling import UserCall
 from muster.pickling import dumps as dumps_carefully
-from muster.pool.closing import CloseLimits
 from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
+from muster.pool.limits import CloseLimits
 from muster.pool.messages import Sealed
 from muster.pool.resources import usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init, choose_init_of_drop_in

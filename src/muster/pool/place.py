@@ -22,6 +22,7 @@ from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
 from muster.pool.environment import Surroundings
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds
+from muster.pool.limits import Limit
 from muster.pool.messages import Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, naming_limits, usage_of
 from muster.pool.watch import Activity, importing
@@ -70,14 +71,6 @@ class Plan:
     def seed(self, seed: int | None) -> None:
         """Has the next worker in this place derive its global generators from `seed`; None: from one of the pool's."""
         self.info = replace(self.info, seed=None if seed is None else seed % 2**SEED_BITS)
-
-
-@dataclass
-class Limit:
-    """A limit of time, in seconds and in words."""
-
-    s: float
-    words: str
 
 
 @dataclass(eq=False)

@@ -20,11 +20,12 @@ from typing import Any
 from muster._core import HOST_BYTES, Doing
 from muster.errors import CannotTravel, UnknownMessage, UsageError, WorkerError, WorkerTimeout
 from muster.pickling.interrupts import Uninterrupted
-from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, warn_of_cuts
+from muster.pool.closing import ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Surroundings, changed, changes_of
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherOfPool, standard_fds, worker_environment
+from muster.pool.limits import AT_ONCE, CloseLimits, Limit
 from muster.pool.logs import LogInbox, hand_over, hand_over_waits
 from muster.pool.messages import (
     Answer,
@@ -41,7 +42,7 @@ from muster.pool.messages import (
     Unpacking,
 )
 from muster.pool.notices import StartNotice
-from muster.pool.place import Limit, Place, Plan, Started, Starting, fork, launch_named, readable_places
+from muster.pool.place import Place, Plan, Started, Starting, fork, launch_named, readable_places
 from muster.pool.resources import MemoryPlan, Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp

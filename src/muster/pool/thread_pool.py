@@ -19,10 +19,11 @@ import numpy as np
 from muster.errors import WorkerDied, WorkerTimeout
 from muster.pickling.interrupts import Uninterrupted
 from muster.pickling.probe import starts
-from muster.pool.closing import AT_ONCE, CloseLimits, ClosingPlaces, not_closed, warn_of_cuts
+from muster.pool.closing import ClosingPlaces, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
+from muster.pool.limits import AT_ONCE, CloseLimits, Limit
 from muster.pool.messages import Answer, Close, Closed, Failed, Message, Post, Question, Ready
-from muster.pool.place import Limit, Owing, Plan
+from muster.pool.place import Owing, Plan
 from muster.pool.resources import Usage, limit_reached, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.watch import Activity

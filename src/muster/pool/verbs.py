@@ -16,11 +16,11 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 from muster._core import Doing
 from muster.errors import ClosedError, UsageError
 from muster.pickling.interrupts import Uninterrupted
-from muster.pool.closing import AT_ONCE, CloseLimits
 from muster.pool.deaths import Nouns
+from muster.pool.limits import AT_ONCE, CloseLimits, Limit
 from muster.pool.logs import hand_over
 from muster.pool.messages import Failed, Post, Question
-from muster.pool.place import Asked, Limit, Owing, Plan
+from muster.pool.place import Asked, Owing, Plan
 from muster.pool.resources import Usage
 from muster.pool.unique_indices import UniqueIndices
 from muster.pool.watch import NO_ENV, About, State, Watch, importing

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from muster.pool.closing import CloseLimits, limits_of
 from muster.pool.deaths import Nouns
 from muster.pool.environment import Changes
+from muster.pool.limits import CloseLimits, limits_of
 from muster.pool.set_up import Processes, SetUp, WorkerInit, choose_init
 from muster.rollout.fields import Array
 from muster.rollout.storage import Storage

@@ -23,8 +23,8 @@ from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError
 from muster.hosts.questions import Call, EnvQuestion, Kept, SetAttr, Spaces
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
-from muster.pool.closing import CLOSE_S, limits_of
 from muster.pool.environment import changes_of
+from muster.pool.limits import CLOSE_S, limits_of
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.cluster.engine import Engine

@@ -15,8 +15,8 @@ from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.requests import HostOptions, WaitBudget
-from muster.pool.closing import AT_ONCE
 from muster.pool.deaths import NOUNS, Nouns
+from muster.pool.limits import AT_ONCE
 from muster.pool.resources import usable_cores
 from muster.pool.watch import Activity
 from muster.recipes.recipe import Recipe

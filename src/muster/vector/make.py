@@ -18,9 +18,9 @@ from muster.backends.thread import ThreadBackend
 from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
 from muster.pickling import UserCall
-from muster.pool.closing import CLOSE_S, limits_of
 from muster.pool.deaths import NOUNS
 from muster.pool.environment import WorkerEnv, refuse_without_processes
+from muster.pool.limits import CLOSE_S, limits_of
 from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known

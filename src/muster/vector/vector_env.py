@@ -19,7 +19,8 @@ from muster._core import SLICE_NS, Status, Unusual, end_threads, verb
 from muster.errors import CannotTravel, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.hosts.failures import Failure, failures_of
 from muster.hosts.questions import Call, EnvCall, EnvQuestion, Reset, SetAttr
-from muster.pool.closing import CloseLimits, close_abandoned
+from muster.pool.closing import close_abandoned
+from muster.pool.limits import CloseLimits
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread

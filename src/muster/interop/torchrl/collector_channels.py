@@ -24,7 +24,8 @@ from muster.hosts.recipe_plans import Recipes, plans_of
 from muster.interop.starting import NOUNS, sealed, ways_of
 from muster.interop.torchrl.collector_worker import FLAG_BYTES, Ask, CollectBy, CollectorPlan, Placed, Put, Way
 from muster.pickling.interrupts import Uninterrupted
-from muster.pool.closing import close_abandoned, in_all
+from muster.pool.closing import close_abandoned
+from muster.pool.limits import in_all
 from muster.pool.messages import Failed
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, usable_cores

@@ -20,7 +20,7 @@ from muster.interop.torchrl.collector_channels import Refused
 from muster.interop.torchrl.columns import Columns, EnvRows
 from muster.interop.torchrl.env_worker import NO_KEYS, Command, schema_of
 from muster.interop.torchrl.leaves import Key, Keys
-from muster.pool.closing import CloseLimits, in_all
+from muster.pool.limits import CloseLimits, in_all
 from muster.recipes.recipe import Recipe
 from muster.vector.assemble import LENIENT, vector_env_of
 from muster.vector.parts import SteppingOptions

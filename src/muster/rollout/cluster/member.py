@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muster.errors import WorkerName
-from muster.pool.closing import CloseLimits, warn_of_cuts
+from muster.pool.closing import warn_of_cuts
+from muster.pool.limits import CloseLimits
 from muster.pool.logs import hand_over
 from muster.pool.notices import say
 from muster.rollout.cluster.engine import Engine, Host, HostGone, Ticket

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from muster.errors import ClosedError
 from muster.hosts.questions import EnvQuestion, Kept, unopened
-from muster.pool.closing import CloseLimits
+from muster.pool.limits import CloseLimits
 from muster.pool.notices import say_by
 from muster.pool.place import Plan
 from muster.pool.unique_indices import TREE

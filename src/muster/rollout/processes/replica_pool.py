@@ -14,11 +14,12 @@ from torch import Tensor
 from muster.backends.process import ENV_PRELOADS
 from muster.errors import SpecMismatch
 from muster.hosts.questions import Again, EnvQuestion, Kept
-from muster.pool.closing import CloseLimits, close_abandoned
+from muster.pool.closing import close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.launcher_client import standard_fds
+from muster.pool.limits import CloseLimits, Limit
 from muster.pool.logs import hand_over
-from muster.pool.place import Limit, Plan
+from muster.pool.place import Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, figures, naming_limits, usable_cores
 from muster.pool.set_up import NO_INIT, Processes

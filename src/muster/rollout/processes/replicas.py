@@ -21,7 +21,7 @@ from muster.hosts.questions import EnvQuestion, Kept, opened, packer
 from muster.hosts.recipe_plans import Recipes, plans_of
 from muster.pickling import called_as
 from muster.pool.launcher_client import standard_fds
-from muster.pool.place import Limit
+from muster.pool.limits import Limit
 from muster.pool.resources import naming_limits
 from muster.recipes.recipe import Recipe
 from muster.rollout.beside_weights import BesideWeights
