@@ -107,7 +107,7 @@ class Outer(Echo):
 
     def __init__(self, plan: str, here: Here) -> None:
         super().__init__(plan, here)
-        self.inner = Pool(name_of(Echo), [plan_for(0)], Processes(plan, 60.0), Hooks())
+        self.inner = Pool(name_of(Echo), [plan_for(0)], Processes(plan), Hooks())
         self.inner.start()
 
     def answer(self, question: Any) -> Any:

@@ -16,7 +16,7 @@ from pool_residents import Echo, Hooks, name_of, plan_for
 
 from muster.errors import UnknownMessage, WorkerDied
 from muster.pool.launcher_client import LauncherClient
-from muster.pool.limits import AT_ONCE
+from muster.pool.limits import AT_ONCE, Limits
 from muster.pool.messages import (
     Answer,
     Build,
@@ -57,8 +57,8 @@ class Processed:
         start_timeout_s: float = 60.0,
         **options: Any,
     ) -> Pool:
-        processes = Processes(self.context, start_timeout_s, preloads=MINE)
-        return Pool(name_of(resident), plans, processes, hooks, **options)
+        processes = Processes(self.context, preloads=MINE)
+        return Pool(name_of(resident), plans, processes, hooks, Limits(start_timeout_s), **options)
 
 
 class TestThreads(PoolContract):
@@ -68,7 +68,7 @@ class TestThreads(PoolContract):
     def make_pool(
         self, resident: type[Resident], plans: Sequence[Plan], hooks: Hooks, *, start_timeout_s: float = 60.0
     ) -> ThreadPool:
-        return ThreadPool(resident, plans, start_timeout_s, hooks)
+        return ThreadPool(resident, plans, hooks, Limits(start_timeout_s))
 
     def ended_by(self, type_name: str, message: str) -> Any:
         return pytest.raises(
@@ -121,7 +121,7 @@ def test_a_module_that_cannot_be_preloaded_is_named_once(
     if code:
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    processes = Processes("forkserver", 60.0, preloads=(name,))
+    processes = Processes("forkserver", preloads=(name,))
     pools = [Pool(name_of(Echo), [plan_for(i, i) for i in range(2)], processes, Hooks()) for _ in range(2)]
     assert [pool.start() for pool in pools] == [[0, 1]] * 2
     for pool in pools:
@@ -148,7 +148,7 @@ def asked(processes: Processes, question: Any, **options: Any) -> Any:
 
 def test_what_a_resident_reports_comes_to_the_owner_before_its_answer() -> None:
     reports: list[Any] = []
-    processes = Processes("forkserver", 60.0, preloads=MINE)
+    processes = Processes("forkserver", preloads=MINE)
     assert asked(processes, residents.report_halves, reported=reports.append) == "both"
     assert reports == ["first", "second"]
 
@@ -156,7 +156,7 @@ def test_what_a_resident_reports_comes_to_the_owner_before_its_answer() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_launcher_that_is_kept_starts_the_next_pools_workers_and_ends_with_the_block() -> None:
-    processes = Processes("forkserver", 60.0, threads=3, preloads=MINE)
+    processes = Processes("forkserver", threads=3, preloads=MINE)
     with LauncherClient.kept():
         parents = {asked(processes, residents.parent_pid) for _ in range(2)}
         # Of pools that start at once, some may get a launcher of their own.
@@ -170,14 +170,14 @@ def test_a_launcher_that_is_kept_starts_the_next_pools_workers_and_ends_with_the
 
 def test_workers_are_set_up_as_the_process_was_that_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--fast"])
-    processes = Processes("forkserver", 60.0, preloads=MINE, set_up=SetUp.of_this_process())
+    processes = Processes("forkserver", preloads=MINE, set_up=SetUp.of_this_process())
     monkeypatch.setattr(sys, "argv", ["host.py"])
     assert asked(processes, residents.arguments) == ["train.py", "--fast"]
 
 
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
 def test_a_hash_seed_is_that_of_all_workers(context: str) -> None:
-    seeded = [Processes(context, 60.0, preloads=MINE, hash_seed=seed) for seed in (5, 5, 6)]
+    seeded = [Processes(context, preloads=MINE, hash_seed=seed) for seed in (5, 5, 6)]
     one, same, other = (asked(processes, residents.hash_of_a_word) for processes in seeded)
     assert one == same != other
 
@@ -187,7 +187,7 @@ def test_a_hash_seed_is_that_of_all_workers(context: str) -> None:
 def test_nobody_gets_what_a_worker_that_is_apart_prints_and_logs_and_its_session_ends_with_it(
     context: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    processes = Processes(context, 60.0, preloads=MINE, are_apart=True)
+    processes = Processes(context, preloads=MINE, are_apart=True)
     asked(processes, residents.be_noisy)
     assert capfd.readouterr() == ("", "")
     assert not caplog.records

@@ -16,7 +16,7 @@ from muster.hosts.questions import EnvQuestion
 from muster.hosts.requests import Attach, HostOptions, Restart
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.deaths import Nouns
-from muster.pool.limits import AT_ONCE, CloseLimits, Limit
+from muster.pool.limits import AT_ONCE, Limit, Limits
 from muster.pool.messages import Failed
 from muster.pool.resources import Usage, naming_limits
 from muster.pool.verbs import Answered, BasePool, Round, Successor
@@ -36,7 +36,7 @@ class PooledBackend(Backend):
     """Of questions to the workers."""
 
     def __init__(
-        self, recipes: Sequence[Recipe], num_workers: int, num_hosts: int, nouns: Nouns, close_limits: CloseLimits
+        self, recipes: Sequence[Recipe], num_workers: int, num_hosts: int, nouns: Nouns, limits: Limits
     ) -> None:
         self._recipes = recipes
         self.nouns = nouns
@@ -44,7 +44,7 @@ class PooledBackend(Backend):
         self.num_workers = num_workers
         self.first_envs = split_evenly(len(recipes), num_hosts)
         self.numbers = [recipe.env_index for recipe in recipes]
-        self.close_limits = close_limits
+        self._limits, self.close_limits = limits, limits.close()
         self._hosts = range(num_workers)
         self._attached = self._has_caller = False
         self._question: EnvQuestion | None = None  # the last one

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from muster.arguments import one_of, seconds, whole
 from muster.backends.base import (
     CallerOptions,
     Questions,
@@ -28,7 +27,7 @@ from muster.pickling import UserCall
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import standard_fds
-from muster.pool.limits import AT_ONCE, CloseLimits, Limit
+from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, Usage, usable_cores, usage_of
 from muster.pool.set_up import Processes
@@ -43,9 +42,8 @@ from muster.transport.mail import LocalMail, Mail, SharedMail
 from muster.transport.slab import Slab, SlabPlan
 from muster.worker_info import WorkerInfo
 
-__all__ = ["ProcessBackend", "ProcessOptions", "check_pool"]
+__all__ = ["ProcessBackend", "ProcessOptions"]
 
-CONTEXTS = ("auto", "fork", "forkserver", "spawn")
 # How long a Ctrl-C in an env that the caller steps is held back: if the workers answer in time, the whole step ends.
 _INTERRUPT_GRACE_S = 0.5
 # Gymnasium's envs that need no other library: imported by the launcher they take 2 ms, once, but 3 ms in each worker,
@@ -61,26 +59,11 @@ class ProcessOptions:
     """
 
     processes: Processes
+    limits: Limits
     num_workers: int
-    step_timeout_s: float | None = None
-    close_limits: CloseLimits = dataclasses.field(default_factory=CloseLimits)
     caller_steps: bool = False
     one_env_per_process: bool = False
     memory_check: str = "error"
-    nouns: Nouns = NOUNS
-
-
-def check_pool(
-    nouns: Nouns, context: Any, start_timeout: Any, step_timeout: Any, on_failure: Any, max_restarts: Any, threads: Any
-) -> None:
-    """Raises ConfigError for invalid options of a pool; the message uses the nouns of the pool."""
-    one_of("context", context, CONTEXTS)
-    one_of("on_failure", on_failure, ("raise", "restart"))
-    seconds("start_timeout", start_timeout)
-    if step_timeout is not None:
-        seconds(nouns.step_timeout, step_timeout)
-    whole("max_restarts", max_restarts, 0)
-    whole(f"threads_per_{nouns.worker}", threads, 1)
 
 
 def with_hints(nouns: Nouns, call: UserCall, num_envs: int, num_workers: int, here: str = "") -> Nouns:
@@ -107,7 +90,7 @@ class ProcessBackend(PooledBackend):
 
     def __init__(self, recipes: Sequence[Recipe], options: ProcessOptions) -> None:
         num_hosts = options.num_workers + options.caller_steps
-        super().__init__(recipes, options.num_workers, num_hosts, options.nouns, options.close_limits)
+        super().__init__(recipes, options.num_workers, num_hosts, options.limits.nouns, options.limits)
         self._options = options
         self._context = options.processes.context
         self.pack = packer(self.user_call, forked=self._context == "fork")
@@ -138,7 +121,9 @@ class ProcessBackend(PooledBackend):
                 own(self._files[name])
         processes = dataclasses.replace(processes, preloads=(*ENV_PRELOADS, *processes.preloads))
         self.pool = Pool(
-            "muster.hosts.env_resident:EnvResident", plans, processes, self, files=self._files, nouns=self._nouns()
+            *("muster.hosts.env_resident:EnvResident", plans, processes, self, self._limits),
+            files=self._files,
+            nouns=self._nouns(),
         )
         self._has_pool, self._round = True, self.pool.round()
         local: list[EnvFacts] = []
@@ -154,7 +139,7 @@ class ProcessBackend(PooledBackend):
         here = " and in this one" if self._options.caller_steps else ""
         dying = [advise_apart(self._recipes[envs.start : envs.stop]) for envs in map(self.envs_of, self._hosts)]
         nouns = with_hints(self.nouns, self.user_call, len(self._recipes), self.num_workers, here)
-        return dataclasses.replace(nouns, dying=tuple(dying), limited=self._options.step_timeout_s is not None)
+        return dataclasses.replace(nouns, dying=tuple(dying), limited=self._limits.step_timeout is not None)
 
     def _memory_plan(self) -> MemoryPlan | None:
         count, options = len(self._recipes), self._options
@@ -191,8 +176,8 @@ class ProcessBackend(PooledBackend):
         return Attach(self.slab.plan, options)
 
     def _attach_limit(self) -> Limit:
-        limit_s = self._options.processes.start_timeout_s
-        return Limit(limit_s, f"{self._options.nouns.start_limit(limit_s)}, mapping the slab")
+        limit_s = self._limits.start_timeout
+        return Limit(limit_s, f"{self.nouns.start_limit(limit_s)}, mapping the slab")
 
     # ---- commands
 
@@ -236,7 +221,7 @@ class ProcessBackend(PooledBackend):
         return opened(answers, self.numbers_of(host), host)
 
     def _limit(self, host: int) -> Limit | None:
-        limit_s = self._options.step_timeout_s
+        limit_s = self._limits.step_timeout
         if limit_s is None:
             return None
         return Limit(limit_s * len(self.envs_of(host)), f"{self.nouns.step_timeout}={limit_s} for each env")
@@ -249,9 +234,9 @@ class ProcessBackend(PooledBackend):
 
     def watch(self, waited_s: float) -> None:
         super().watch(waited_s)
-        if self._options.step_timeout_s is not None:
+        if (limit_s := self._limits.step_timeout) is not None:
             with self._fate():
-                self._watch_step_time(self._options.step_timeout_s)
+                self._watch_step_time(limit_s)
         if self._local is not None and waited_s > _INTERRUPT_GRACE_S:
             raise_local_interrupt(self, self.num_workers)
 

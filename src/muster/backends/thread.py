@@ -12,7 +12,7 @@ from muster.hosts.failures import Failure, to_exception
 from muster.hosts.requests import Attach, EnvPlan, HostOptions
 from muster.pickling.main_module import Init
 from muster.pool.deaths import NOUNS
-from muster.pool.limits import CloseLimits
+from muster.pool.limits import CloseLimits, Limits
 from muster.pool.place import Plan
 from muster.pool.thread_pool import ThreadPool
 from muster.recipes.recipe import Recipe
@@ -33,14 +33,13 @@ class ThreadBackend(PooledBackend):
         self,
         recipes: Sequence[Recipe],
         num_workers: int,
-        start_timeout_s: float,
-        close_limits: CloseLimits,
+        limits: Limits,
         init: Init | None = None,
     ) -> None:
-        super().__init__(recipes, num_workers, num_workers, NOUNS, close_limits)
+        super().__init__(recipes, num_workers, num_workers, NOUNS, limits)
         self._init = init
         self._mail = LocalMail()
-        self.pool = ThreadPool(EnvResident, [self._plan(i) for i in self._hosts], start_timeout_s, self)
+        self.pool = ThreadPool(EnvResident, [self._plan(i) for i in self._hosts], self, limits)
         self._round = self.pool.round()
 
     def _plan(self, host: int) -> Plan:

@@ -19,7 +19,7 @@ from muster.errors import WorkerDied, WorkerTimeout, how_ended
 from muster.pickling.main_module import Init
 from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
-from muster.pool.limits import AT_ONCE, Limit
+from muster.pool.limits import AT_ONCE, Limit, Limits
 from muster.pool.messages import Failed
 from muster.pool.notices import starts_unsaid
 from muster.pool.place import Plan
@@ -217,7 +217,6 @@ class Trials:
             [Plan(self.recipes, WorkerInfo(None, 0, 1, 1, None))],
             Processes(
                 "forkserver" if self.recipes is None or isinstance(self.recipes, bytes) else "fork",
-                self.stage_timeout_s,
                 worker_env=self.worker_env,
                 init=self.init,
                 preloads=_PRELOADS,
@@ -225,6 +224,7 @@ class Trials:
                 are_apart=True,
             ),
             _Owner(),
+            Limits(self.stage_timeout_s),
             reported=outcome.take,
             nouns=_NOUNS,
         )

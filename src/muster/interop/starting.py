@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium
 
-from muster.backends.process import ProcessBackend, ProcessOptions, check_pool
+from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.backends.serial import SerialBackend
 from muster.errors import ConfigError, WrongType
 from muster.introspection import callable_name
@@ -20,7 +20,7 @@ from muster.pickling import UserCall
 from muster.pickling import dumps as dumps_carefully
 from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
-from muster.pool.limits import CloseLimits
+from muster.pool.limits import CloseLimits, Limits
 from muster.pool.messages import Sealed
 from muster.pool.resources import usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init, choose_init_of_drop_in
@@ -34,7 +34,7 @@ from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 _RELEASE_TIMEOUT_S = 2.0
-_START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 300.0
 # Of drop-ins: none has a limit for a start, and one for a step only those that have restarts.
 RESTARTING = Nouns(start_timeout="")
 NOUNS = replace(RESTARTING, step_timeout="")
@@ -110,25 +110,18 @@ def processes(
             asked,
             usable_cores(),
             how.context,
-            how.start_timeout_s,
+            START_TIMEOUT_S,
             packs=False,
             worker_env=worker_env,
             init=how.init,
         )
-    nouns, step_timeout_s = NOUNS, None
+    limits = Limits(START_TIMEOUT_S, nouns=NOUNS, closing=close_limits)
     if restarts is not None:
-        nouns, (on_failure, max_restarts, step_timeout_s) = RESTARTING, restarts
-        check_pool(nouns, "auto", _START_TIMEOUT_S, step_timeout_s, on_failure, max_restarts, 1)
-        how = replace(how, max_restarts=max_restarts if on_failure == "restart" else None)
-    options = ProcessOptions(
-        how,
-        workers,
-        step_timeout_s=step_timeout_s,
-        close_limits=close_limits,
-        memory_check=memory_check,
-        nouns=nouns,
-    )
-    return ProcessBackend(recipes, options)
+        on_failure, max_restarts, step_timeout = restarts
+        limits = Limits(
+            *(START_TIMEOUT_S, step_timeout, None, on_failure, max_restarts), nouns=RESTARTING, closing=close_limits
+        )
+    return ProcessBackend(recipes, ProcessOptions(how, limits, workers, memory_check=memory_check))
 
 
 def ways_of(
@@ -145,7 +138,7 @@ def ways_of(
     init = choose_init_of_drop_in(worker_init, starts_fresh=method != "fork", original_forks=original_forks)
     # What is imported early has read the launcher's variables, not those that workers are given.
     preloads = preloads if worker_env is None else ()
-    return Processes(method, _START_TIMEOUT_S, num_threads, worker_env, init, preloads)
+    return Processes(method, num_threads, worker_env, init, preloads)
 
 
 def sealed(message: Any, what: str, content: Any, *, context: str | None) -> Sealed:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from muster.arguments import seconds
+from muster.arguments import one_of, seconds, whole
+from muster.pool.deaths import NOUNS, Nouns
 
 CLOSE_S = 60.0
 # How long a worker that is in a step, a reset or a call may take before it begins to close.
@@ -65,9 +66,48 @@ def in_all(timeout_s: float, words: str, busy_s: float = math.inf) -> CloseLimit
     return CloseLimits(math.inf, limit_s, min(busy_s, limit_s), words)
 
 
-def limits_of(close_timeout: Any, num_envs: int = 1) -> CloseLimits:
-    """The limits for the option `close_timeout`. num_envs: envs that are closed as one. Raises ConfigError."""
-    if close_timeout is None:
-        return CloseLimits(math.inf, words="")
-    limit_s = seconds("close_timeout", close_timeout)
-    return CloseLimits(limit_s * num_envs, words=f"close_timeout={limit_s:g}" + " for each env" * (num_envs > 1))
+@dataclass(frozen=True)
+class Limits:
+    """How long the workers of a pool may take, and how often they are replaced, as users say it.
+
+    start_timeout: seconds for a worker until its resident is built.  step_timeout: for an answer, None without a limit.
+    close_timeout: for each env's own ``close()``, None without a limit.  on_failure: "raise" or "restart".
+    max_restarts: within a minute, of what is in one place.  nouns: by which errors name these options.
+    closing: what holds in the place of `close_timeout`, for front ends that close as others do.
+    Raises ConfigError.
+    """
+
+    start_timeout: float = 300.0
+    step_timeout: float | None = None
+    close_timeout: float | None = CLOSE_S
+    on_failure: str = "raise"
+    max_restarts: int = 10
+    nouns: Nouns = NOUNS
+    closing: CloseLimits | None = None
+
+    def __post_init__(self) -> None:
+        one_of("on_failure", self.on_failure, ("raise", "restart"))
+        seconds("start_timeout", self.start_timeout)
+        if self.step_timeout is not None:
+            seconds(self.nouns.step_timeout, self.step_timeout)
+        whole("max_restarts", self.max_restarts, 0)
+        self.close()
+
+    @property
+    def restarts(self) -> int | None:
+        """The number of restarts that a place may need; None where a failure is raised."""
+        return self.max_restarts if self.on_failure == "restart" else None
+
+    def options(self) -> dict[str, Any]:
+        """The options, by the names that `make_vec` has for them."""
+        names = "start_timeout", "step_timeout", "close_timeout", "on_failure", "max_restarts"
+        return {name: getattr(self, name) for name in names}
+
+    def close(self, num_envs: int = 1) -> CloseLimits:
+        """The limits of a close. num_envs: envs that are closed as one."""
+        if self.closing is not None:
+            return self.closing
+        if self.close_timeout is None:
+            return CloseLimits(math.inf, words="")
+        limit_s = seconds("close_timeout", self.close_timeout)
+        return CloseLimits(limit_s * num_envs, words=f"close_timeout={limit_s:g}" + " for each env" * (num_envs > 1))

@@ -271,6 +271,18 @@ class Starting:
         if errors and (errors[0] is starting[0].failed or watched_s() > self.fails_at):
             raise errors[0]
 
+    def order_of(
+        self, index: int, content: bytes | None = None, info: WorkerInfo | None = None
+    ) -> tuple[StartOrder, list[int]]:
+        """The order for a place, and the fds to send with it. content, info: of who comes after its first worker."""
+        order = self.orders[index]
+        if content is not None and info is not None:
+            order = replace(order, plan=content, info=info, is_judged=False, awaits_build=False)
+        if self.inheritance is None:
+            return order, []
+        inherited, fds = self.inheritance.of(index)
+        return replace(order, inherited=inherited), fds
+
     def release(self) -> None:
         """Releases all of it."""
         if self.launcher is not None:

@@ -25,7 +25,7 @@ from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Surroundings, changed, changes_of
 from muster.pool.inherit_in_caller import Inheritance
 from muster.pool.launcher_client import LauncherOfPool, standard_fds, worker_environment
-from muster.pool.limits import AT_ONCE, CloseLimits, Limit
+from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
 from muster.pool.logs import LogInbox, hand_over, hand_over_waits
 from muster.pool.messages import (
     Answer,
@@ -75,6 +75,7 @@ class Pool(BasePool[Place]):
         plans: Sequence[Plan],
         processes: Processes,
         hooks: Hooks,
+        limits: Limits = Limits(),  # noqa: B008  # frozen
         *,
         files: Mapping[str, int] | None = None,
         nouns: Nouns = NOUNS,
@@ -82,7 +83,7 @@ class Pool(BasePool[Place]):
         take_logs: Callable[[bytes, int], None] = hand_over,
     ) -> None:
         super().__init__(hooks, nouns, take_logs)
-        self._resident, self._options, self._reported = resident, processes, reported
+        self._resident, self._options, self._limits, self._reported = resident, processes, limits, reported
         self.plans = plans
         self._files = dict(files or {})
         self._take_logs = hand_over_waits if processes.are_apart else take_logs
@@ -164,11 +165,11 @@ class Pool(BasePool[Place]):
             self._notice.check()
             with Uninterrupted():
                 place = self._launch(index, plan.content)
-                place.starting_until = began + options.start_timeout_s
+                place.starting_until = began + self._limits.start_timeout
                 self._places.append(place)
                 self._require_place(place)
         for place in self._places:
-            self._send_at_start(place, *self._with_inheritance(place.index))
+            self._send_at_start(place, *self._starting.order_of(place.index))
 
     def _launch(self, index: int, content: Any) -> Place:
         plan, starting = self.plans[index], self._starting
@@ -188,17 +189,6 @@ class Pool(BasePool[Place]):
         process, channel = launch_named(name, count, fds, start, is_apart=settings[-1])
         to = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
         return Place(index, name, plan.parts, process, to, activity, self._nouns)
-
-    def _with_inheritance(self, index: int, content: bytes | None = None) -> tuple[StartOrder, list[int]]:
-        """The order for a place, and the fds to send with it. content: another than that of the place's plan."""
-        order = self._starting.orders[index]
-        if content is not None:
-            info = self.plans[index].next_info()
-            order = dataclasses.replace(order, plan=content, info=info, is_judged=False, awaits_build=False)
-        if self._starting.inheritance is None:
-            return order, []
-        inherited, fds = self._starting.inheritance.of(index)
-        return dataclasses.replace(order, inherited=inherited), fds
 
     def _send_at_start(self, place: Place, message: Message, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(ChannelClosed):  # the worker has died; the wait for its answer will report that
@@ -225,8 +215,7 @@ class Pool(BasePool[Place]):
             self._look(owed)
 
     def _too_slow(self, place: Place) -> Exception:
-        limit_s = self._options.start_timeout_s
-        building = self._nouns.building
+        limit_s, building = self._limits.start_timeout, self._nouns.building
         return place.timed_out(building, f"{self._nouns.start_limit(limit_s)}, {building}", limit_s)
 
     # ---- messages
@@ -364,7 +353,7 @@ class Pool(BasePool[Place]):
     def _hint(self, place: Place, imports: str) -> str:
         if not place.starts:
             return self._nouns.patience
-        limit = self._nouns.start_limit(self._options.start_timeout_s)
+        limit = self._nouns.start_limit(self._limits.start_timeout)
         return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + (imports or place.rebuilding)
 
     def _doing(self, place: Place) -> str:
@@ -405,7 +394,7 @@ class Pool(BasePool[Place]):
         if self._started:
             successor = self._hooks.on_lost(place.index, reason)
         else:
-            is_tried = place.is_tried_again(error, self._options.max_restarts)
+            is_tried = place.is_tried_again(error, self._limits.restarts)
             successor = Successor(self.plans[place.index].content) if is_tried else None
         if successor is not None and isinstance(error, Exception):
             self._replace(place, (place.replaces if place.starts else "") or reason, successor, error)
@@ -423,11 +412,11 @@ class Pool(BasePool[Place]):
         place = self._places[index] = self._launch(index, successor.content)
         self._require_place(place)
         place.replaces, place.tries = reason, old.tries + 1
-        place.starting_until = watched_s() + self._options.start_timeout_s
+        place.starting_until = watched_s() + self._limits.start_timeout
         place.outbox.extend((Post, self.sealed(message)) for message in successor.messages)
         content = b"" if self._options.context == "fork" else dumps(successor.content)
         with contextlib.suppress(WorkerTimeout):  # the watch over its start reports that, as it does all losses
-            self._send_at_start(place, *self._with_inheritance(index, content))
+            self._send_at_start(place, *self._starting.order_of(index, content, self.plans[index].next_info()))
 
     def _require_place(self, place: Place) -> None:
         """Raises ClosedError where another thread has closed the pool, and did not know of this worker."""

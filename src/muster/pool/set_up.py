@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from muster.arguments import one_of, whole
 from muster.errors import ConfigError, EnvError, more
 from muster.introspection import callable_name, caller_stacklevel, module_name
 from muster.lazy_values import Lazy
@@ -62,20 +63,22 @@ class ChosenInit:
 NO_INIT = ChosenInit()
 
 
+CONTEXTS = ("auto", "fork", "forkserver", "spawn")
+
+
 @dataclass(frozen=True)
 class Processes:
-    """How the processes of a pool start. context: "fork", "forkserver" or "spawn".
+    """How the processes of a pool start. context: "fork", "forkserver", which "auto" becomes, or "spawn".
 
-    start_timeout_s: for a worker until its resident is built.  threads: of each process's numeric libraries.
+    threads: of each process's numeric libraries.
     worker_env: changes to the environment of the workers.  init: what each worker does before it unpacks its plan.
     preloads: modules that a launcher imports before it forks workers.  hash_seed: PYTHONHASHSEED, not under fork.
     are_apart: whether each worker leads a session, which ends with it, and nobody gets what the workers print and log.
     set_up: what each worker sets up before that, not under fork; None for that of the process that starts them.
-    max_restarts: how often another worker is tried in the place of one that fails at the start of all.
+    worker: the noun by which errors name its options.  Raises ConfigError.
     """
 
-    context: str
-    start_timeout_s: float
+    context: str = "auto"
     threads: int = 1
     worker_env: WorkerEnv | None = None
     init: ChosenInit = NO_INIT
@@ -83,7 +86,13 @@ class Processes:
     hash_seed: int | None = None
     are_apart: bool = False
     set_up: SetUp | None = None
-    max_restarts: int | None = None
+    worker: str = "worker"
+
+    def __post_init__(self) -> None:
+        one_of("context", self.context, CONTEXTS)
+        whole(f"threads_per_{self.worker}", self.threads, 1)
+        if self.context == "auto":
+            object.__setattr__(self, "context", "forkserver")
 
 
 def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:

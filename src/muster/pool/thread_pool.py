@@ -21,7 +21,7 @@ from muster.pickling.interrupts import Uninterrupted
 from muster.pickling.probe import starts
 from muster.pool.closing import ClosingPlaces, not_closed, warn_of_cuts
 from muster.pool.deaths import NOUNS
-from muster.pool.limits import AT_ONCE, CloseLimits, Limit
+from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
 from muster.pool.messages import Answer, Close, Closed, Failed, Message, Post, Question, Ready
 from muster.pool.place import Owing, Plan
 from muster.pool.resources import Usage, limit_reached, usage_of
@@ -112,9 +112,9 @@ class ThreadPool(BasePool[_Thread]):
     One that does not close in time is left behind and named: nobody can end a thread.
     """
 
-    def __init__(self, resident: type[Resident], plans: Sequence[Plan], start_timeout_s: float, hooks: Hooks) -> None:
+    def __init__(self, resident: type[Resident], plans: Sequence[Plan], hooks: Hooks, limits: Limits) -> None:
         super().__init__(hooks, NOUNS)
-        self._start_timeout_s = start_timeout_s
+        self._limits = limits
         self._said: deque[tuple[_Thread, Message]] = deque()
         self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._places = [_Thread(i, plan, resident, self._said, self._heard) for i, plan in enumerate(plans)]
@@ -122,7 +122,7 @@ class ThreadPool(BasePool[_Thread]):
     def start(self) -> list[Any]:
         """Starts all threads; returns what their residents say of themselves. An error leaves nothing behind."""
         facts: list[Any] = []
-        deadline = time.monotonic() + self._start_timeout_s
+        deadline = time.monotonic() + self._limits.start_timeout
         try:
             self._number([one.plan for one in self._places])
             for one in self._places:
@@ -146,7 +146,7 @@ class ThreadPool(BasePool[_Thread]):
         return facts
 
     def _too_slow(self, one: _Thread, doing: str) -> Exception:
-        return WorkerTimeout(one.name, doing, f"start_timeout={self._start_timeout_s} s")
+        return WorkerTimeout(one.name, doing, f"start_timeout={self._limits.start_timeout} s")
 
     # ---- messages
 

@@ -17,14 +17,14 @@ from tensordict.nn import InteractionType  # type: ignore[import-untyped]  # shi
 from torch import Tensor
 
 from muster.arguments import explains_keywords, whole
-from muster.backends.process import check_pool
 from muster.envs.adapt import adapted_recipes, with_torchrl
 from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError
 from muster.hosts.questions import Call, EnvQuestion, Kept, SetAttr, Spaces
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
 from muster.pool.environment import changes_of
-from muster.pool.limits import CLOSE_S, limits_of
+from muster.pool.limits import CLOSE_S, Limits
+from muster.pool.set_up import Processes, choose_init
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.cluster.engine import Engine
@@ -32,7 +32,7 @@ from muster.rollout.cluster.fleet import Fleet
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
-from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
+from muster.rollout.collector_set import Filled, collector_nouns
 from muster.rollout.episodes import EPISODE_INFO
 from muster.rollout.processes.policy_travel import PolicyObstacle, obstacle_to
 from muster.rollout.processes.replica_pool import PoolPlan, ReplicaPool
@@ -155,14 +155,19 @@ class MultiCollector(BatchSource):
         )
         self.policy = policy
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
-        num_collectors = whole("num_collectors", num_collectors, 1)
-        how = (context, start_timeout, collect_timeout, on_failure, max_restarts, threads_per_collector)
+        self._num_collectors = num_collectors = whole("num_collectors", num_collectors, 1)
+        limits = Limits(
+            *(start_timeout, collect_timeout, close_timeout, on_failure, max_restarts), nouns=collector_nouns(())
+        )
+        processes = Processes(context, threads_per_collector, worker="collector")
         recipes = _understood(envs, num_envs, num_collectors, make_vec_options, far=cluster is not None)
-        options = _options_of(num_collectors, how, close_timeout, make_vec_options or {})
+        processes = _with_users(processes, num_collectors, make_vec_options or {})
         for_each = {"reset_at_each_iter": reset_at_each_iter, "exploration": exploration, **self._limits}
         for_each |= {"policy_device": device if policy_device is None else policy_device}
         for_each |= {"initial_state": dict(initial_state or {})}
-        self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, sync, options, for_each)
+        self._collectors = self._begin(
+            envs, recipes, make_vec_options, policy_factory, sync, limits, processes, for_each
+        )
 
     def _begin(
         self,
@@ -171,13 +176,13 @@ class MultiCollector(BatchSource):
         make_vec_options: Mapping[str, Any] | None,
         policy_factory: Callable[[], Callable[..., Any]] | None,
         sync: bool,
-        options: CollectorOptions,
+        limits: Limits,
+        processes: Processes,
         for_each: dict[str, Any],
     ) -> CollectorSet:
         """Starts the collectors, or the one that acts for all where the policy stays here. for_each: their options."""
         require_shapes(self.policy)
         self._count_envs(len(recipes))
-        self._num_collectors = options.num_workers
         with called_as(recipes[0].call):
             obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
         if obstacle is None:
@@ -189,7 +194,9 @@ class MultiCollector(BatchSource):
                 threshold=self._threshold,
                 seed=self._seed,
                 collector_options=for_each,
-                options=options,
+                count=self._num_collectors,
+                limits=limits,
+                processes=processes,
                 runs=ReplicaPool if self._cluster is None else self._on_nodes,
             )
         if self._cluster is not None:
@@ -198,7 +205,14 @@ class MultiCollector(BatchSource):
         warnings.warn(_explained(obstacle, threshold=self._threshold), UserWarning, stacklevel=caller_stacklevel())
         for_each |= {
             "num_envs": len(recipes),
-            "make_vec_options": {**(make_vec_options or {}), **vars(options)},
+            "make_vec_options": {
+                **(make_vec_options or {}),
+                **limits.options(),
+                "num_workers": self._num_collectors,
+                "context": processes.context,
+                "threads_per_worker": processes.threads,
+                "worker_env": processes.worker_env,
+            },
             "seed": self._seed,
             "overlap": not sync and len(recipes) > 1,
         }
@@ -335,18 +349,11 @@ def _checked(cluster: RayCluster | Engine | str | None, context: str) -> RayClus
     )
 
 
-def _options_of(
-    num_collectors: int,
-    how: tuple[str, float, float | None, str, int, int],
-    close_timeout: float | None,
-    make_vec_options: Mapping[str, Any],
-) -> CollectorOptions:
-    check_pool(collector_nouns(()), *how)
-    limits_of(close_timeout)
+def _with_users(processes: Processes, num_collectors: int, make_vec_options: Mapping[str, Any]) -> Processes:
+    """`processes` with what users set for each of them."""
     changes = changes_of(make_vec_options.get("worker_env"), num_collectors, worker="collector")
-    return CollectorOptions(
-        num_collectors, *how[:3], close_timeout, *how[3:], changes, make_vec_options.get("worker_init")
-    )
+    init = choose_init(make_vec_options.get("worker_init"), starts_fresh=processes.context != "fork")
+    return replace(processes, worker_env=changes, init=init)
 
 
 def _understood(

@@ -12,15 +12,14 @@ from gymnasium.vector import AutoresetMode
 
 from muster.arguments import explains_keywords, flags, one_of
 from muster.backends.base import Backend
-from muster.backends.process import ProcessBackend, ProcessOptions, check_pool
+from muster.backends.process import ProcessBackend, ProcessOptions
 from muster.backends.serial import SerialBackend
 from muster.backends.thread import ThreadBackend
 from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
 from muster.pickling import UserCall
-from muster.pool.deaths import NOUNS
 from muster.pool.environment import WorkerEnv, refuse_without_processes
-from muster.pool.limits import CLOSE_S, limits_of
+from muster.pool.limits import CLOSE_S, Limits
 from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
@@ -154,14 +153,14 @@ def make_vec(
     mode = _autoreset_mode(autoreset_mode)
     one_of("observation_mode", observation_mode, ("same", "different"))
     one_of("memory_check", memory_check, MEMORY_CHECKS)
-    check_pool(NOUNS, context, start_timeout, step_timeout, on_failure, max_restarts, threads_per_worker)
-    close_limits = limits_of(close_timeout)
+    limits = Limits(start_timeout, step_timeout, close_timeout, on_failure, max_restarts)
+    processes = Processes(context, threads_per_worker, worker_env)
     copy, check_finite = flags(copy=copy, check_finite=check_finite)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
     num_workers = check_workers("num_workers", num_workers)
     recipes = adapted_recipes(env, num_envs, env_kwargs, wrappers, groups, state)
     recipes = [replace(recipe, call=_words_of(recipe.call, backend, num_workers, caller_steps)) for recipe in recipes]
-    cores, restarts = usable_cores(), max_restarts if on_failure == "restart" else None
+    cores = usable_cores()
     if backend != "process":
         _refuse_without_processes(backend, one_env_per_process, caller_steps, step_timeout, num_workers)
         refuse_without_processes(worker_env, backend)
@@ -172,22 +171,24 @@ def make_vec(
         chosen: Backend = SerialBackend(recipes, init=init.function)
     elif backend == "thread":
         threads = num_workers if isinstance(num_workers, int) else min(cores, len(recipes))
-        chosen = ThreadBackend(recipes, at_most(threads, recipes), start_timeout, close_limits, init.function)
+        chosen = ThreadBackend(recipes, at_most(threads, recipes), limits, init.function)
     else:
         if caller_steps:
             _refuse_caller_steps(one_env_per_process, step_timeout, on_failure)
-        context = "forkserver" if context == "auto" else context
         if one_env_per_process:
             workers = one_each(num_workers, recipes)
         elif isinstance(num_workers, int):
             workers = at_most(num_workers, recipes, caller_steps)
         else:
             packs = all(map(is_known, recipes))
-            processes = count_processes(
-                recipes, num_workers, cores, context, start_timeout, packs=packs, worker_env=worker_env, init=init
+            count = count_processes(
+                *(recipes, num_workers, cores, processes.context, start_timeout),
+                packs=packs,
+                worker_env=worker_env,
+                init=init,
             )
-            workers = processes - caller_steps
-            if caller_steps and not packs and num_workers is None and processes > cores:
+            workers = count - caller_steps
+            if caller_steps and not packs and num_workers is None and count > cores:
                 _logger.warning(
                     "caller_steps=True: each env but one has a process of its own, and a step waits for %d processes "
                     "on %d cores. Envs that share nothing step several times as fast with num_workers=%d.",
@@ -196,10 +197,9 @@ def make_vec(
                     max(cores - 1, 1),
                 )
         options = ProcessOptions(
-            Processes(context, start_timeout, threads_per_worker, worker_env, init, max_restarts=restarts),
+            replace(processes, init=init),
+            limits,
             workers,
-            step_timeout_s=step_timeout,
-            close_limits=close_limits,
             caller_steps=caller_steps,
             one_env_per_process=one_env_per_process,
             memory_check=memory_check,
@@ -209,7 +209,7 @@ def make_vec(
         autoreset_mode=mode,
         copy=copy,
         check_finite=check_finite,
-        max_restarts=restarts,
+        max_restarts=limits.restarts,
         caller_steps=caller_steps,
     )
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=partial(equal_spaces, bounds=False))

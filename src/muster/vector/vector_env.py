@@ -382,8 +382,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         ends, slice_ns = math.inf, SLICE_NS
         if timeout is not None:
             timeout = checks.timeout_of(timeout) or 0.0
-            ends = time.monotonic() + timeout
-            slice_ns = min(SLICE_NS, int(timeout * 1e9))
+            ends, slice_ns = time.monotonic() + timeout, min(SLICE_NS, int(timeout * 1e9))
         began: float | None = None
         while not self._caller.wait(min_envs, slice_ns) or (
             self._recovery is not None and self._recovery.retry_failed()

@@ -21,11 +21,11 @@ from muster._core import map_fd
 from muster.errors import ClosedError, ConfigError, NotPendingError, SpecMismatch, WaitTimeout
 from muster.hosts.failures import Failure, not_rebuilt_here
 from muster.hosts.recipe_plans import Recipes, plans_of
-from muster.interop.starting import NOUNS, sealed, ways_of
+from muster.interop.starting import NOUNS, START_TIMEOUT_S, sealed, ways_of
 from muster.interop.torchrl.collector_worker import FLAG_BYTES, Ask, CollectBy, CollectorPlan, Placed, Put, Way
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import close_abandoned
-from muster.pool.limits import in_all
+from muster.pool.limits import Limits, in_all
 from muster.pool.messages import Failed
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, usable_cores
@@ -290,7 +290,7 @@ class CollectorPool:
 
 
 def _pool_of(recipes: Sequence[Recipe], files: Files, context: str, num_threads: int) -> Pool:
-    ways = ways_of(context, num_threads, preloads=PRELOADS)
+    ways, limits = ways_of(context, num_threads, preloads=PRELOADS), Limits(START_TIMEOUT_S)
     count, call = len(recipes), recipes[0].call
 
     def content(own: Recipes, envs: range) -> CollectorPlan:
@@ -301,7 +301,7 @@ def _pool_of(recipes: Sequence[Recipe], files: Files, context: str, num_threads:
         plan.info = replace(plan.info, env_index=plan.info.worker_index)
     starting = f"starting {count} env{'s' * (count > 1)} in {count} process{'es' * (count > 1)}"
     nouns = replace(NOUNS, pool="the collector is", starting=starting, rebuilding=call.hanging())
-    return Pool("muster.interop.torchrl.collector_worker:CollectorResident", plans, ways, _Work(), nouns=nouns)
+    return Pool("muster.interop.torchrl.collector_worker:CollectorResident", plans, ways, _Work(), limits, nouns=nouns)
 
 
 def _opened(answered: Answered | Lost) -> Any:

@@ -40,7 +40,7 @@ class Crew:
 
     def __init__(self, plan: PoolPlan, kept: Kept, engine: Engine) -> None:
         self._plan, self._kept, self._engine = plan, kept, engine
-        self._budget = Budget(plan.max_restarts or 0, Nouns("node", pool="the collectors are"))
+        self._budget = Budget(plan.limits.restarts or 0, Nouns("node", pool="the collectors are"))
         self._modules = modules_needed(plan)
         self._owed: dict[Ticket, tuple[Member, str]] = {}
         self.answers: dict[Ticket, Report] = {}
@@ -162,7 +162,7 @@ class Crew:
 
     def _look_for_room(self, member: Member, waited_s: float, warned: Warned) -> None:
         """Says it where a node host does not begin. Raises ConfigError where that is one of the first."""
-        is_over = waited_s >= self._plan.processes.start_timeout_s and not member.restarts
+        is_over = waited_s >= self._plan.limits.start_timeout and not member.restarts
         if waited_s < _ROOM_S or (member.is_said and not is_over):
             return
         room = self._engine.room(member.index)
@@ -208,7 +208,7 @@ class Crew:
         member.host.kill()
         for ticket in [ticket for ticket, one in self._owed.items() if one[0] is member]:
             del self._owed[ticket]
-        never = is_final or self._plan.max_restarts is None or any(one.started is None for one in self.members)
+        never = is_final or self._plan.limits.restarts is None or any(one.started is None for one in self.members)
         if never or len(self.up()) < self._engine.min_nodes:
             self.close()
             raise self.lost(member)

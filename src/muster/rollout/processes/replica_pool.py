@@ -17,7 +17,7 @@ from muster.hosts.questions import Again, EnvQuestion, Kept
 from muster.pool.closing import close_abandoned
 from muster.pool.deaths import Nouns
 from muster.pool.launcher_client import standard_fds
-from muster.pool.limits import CloseLimits, Limit
+from muster.pool.limits import CloseLimits, Limit, Limits
 from muster.pool.logs import hand_over
 from muster.pool.place import Plan
 from muster.pool.pool import Pool
@@ -50,17 +50,26 @@ PRELOADS = (*ENV_PRELOADS, "muster.rollout.processes.replica")
 class PoolPlan:
     """What a `ReplicaPool` runs. plans: one for each collector; their contents are `ReplicaPlan`s.
 
-    limit: of each answer.  max_restarts: of a collector; None where failures are raised.  sync, threshold: as below.
+    sync, threshold: as below.
     """
 
     plans: Sequence[Plan]
     processes: Processes
     nouns: Nouns
-    limit: Limit | None
-    close_limits: CloseLimits
-    max_restarts: int | None
+    limits: Limits
     sync: bool
     threshold: float
+
+    @property
+    def limit(self) -> Limit | None:
+        """The limit of each answer."""
+        limit_s = self.limits.step_timeout
+        return None if limit_s is None else Limit(limit_s, f"{self.nouns.step_timeout}={limit_s}")
+
+    @property
+    def close_limits(self) -> CloseLimits:
+        """How long each collector has to close its envs."""
+        return self.limits.close(max(map(len, self.nouns.envs)))
 
     def of(self, collectors: range, node: int, policy_device: Device = None) -> PoolPlan:
         """The plan of some collectors, which node `node` runs. Their batches are compact, for the way.
@@ -122,11 +131,11 @@ class ReplicaPool:
         self._waiting = [1.0] * len(plan.plans)  # shares of their time
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
-        self._fates = Fates(plan.plans, plan.nouns, plan.max_restarts, kept)
+        self._fates = Fates(plan.plans, plan.nouns, plan.limits.restarts, kept)
         with naming_limits("the collectors could not start"), standard_fds():
             self._batch_memory = BatchMemory()
         self._pool = Pool(
-            *("muster.rollout.processes.replica:Replica", plan.plans, plan.processes, self._fates),
+            *("muster.rollout.processes.replica:Replica", plan.plans, plan.processes, self._fates, plan.limits),
             files={"batches": self._batch_memory.fd, "weights": weights_fd},
             nouns=plan.nouns,
             take_logs=take_logs,

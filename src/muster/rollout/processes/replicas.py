@@ -9,6 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,12 +21,14 @@ from muster.hosts.failures import failures_of, to_one_exception
 from muster.hosts.questions import EnvQuestion, Kept, opened, packer
 from muster.hosts.recipe_plans import Recipes, plans_of
 from muster.pickling import called_as
+from muster.pool.environment import changes_of
 from muster.pool.launcher_client import standard_fds
-from muster.pool.limits import Limit
+from muster.pool.limits import Limits
 from muster.pool.resources import naming_limits
+from muster.pool.set_up import Processes, SetUp
 from muster.recipes.recipe import Recipe
 from muster.rollout.beside_weights import BesideWeights
-from muster.rollout.collector_set import CollectorOptions, Filled, collector_nouns
+from muster.rollout.collector_set import Filled, collector_nouns
 from muster.rollout.processes.fates import ReplicaFailed
 from muster.rollout.processes.policy_travel import pack_factory, pack_policy
 from muster.rollout.processes.replica import ReplicaPlan
@@ -72,16 +75,18 @@ class Replicas:
         threshold: float,
         seed: int | None,
         collector_options: Mapping[str, Any],
-        options: CollectorOptions,
+        count: int,
+        limits: Limits,
+        processes: Processes,
         runs: Callable[[PoolPlan, int, Kept], RunsReplicas] = ReplicaPool,
     ) -> None:
-        self._firsts = split_evenly(len(recipes), options.num_workers)
+        self._firsts = split_evenly(len(recipes), count)
         self._policy, self._seed, self._call_words = policy, seed, recipes[0].call
-        self._count, self._forks = options.num_workers, options.context == "fork"
+        self._count, self._forks = count, processes.context == "fork"
         self._pack = packer(self._call_words, forked=self._forks)
         self._envs = range(len(recipes))
         self._updating = threading.Lock()
-        plan = self._planned(recipes, policy_factory, sync, threshold, collector_options, options)
+        plan = self._planned(recipes, policy_factory, sync, threshold, collector_options, limits, processes)
         with naming_limits("the collectors could not start"), standard_fds():
             self._weights_fd = memfd("weights")
         weakref.finalize(self, os.close, self._weights_fd)
@@ -100,12 +105,18 @@ class Replicas:
         sync: bool,
         threshold: float,
         collector_options: Mapping[str, Any],
-        options: CollectorOptions,
+        limits: Limits,
+        processes: Processes,
     ) -> PoolPlan:
         """Raises CannotTravel, and what `check_forkable` raises."""
-        processes, step_timeout = options.processes(PRELOADS, far=self._call_words.far), options.step_timeout
+        set_up = SetUp.of_this_process(processes.init)
+        processes = replace(
+            processes,
+            preloads=() if any(changes_of(processes.worker_env, self._count)) else PRELOADS,
+            set_up=set_up.elsewhere() if self._call_words.far else set_up,
+        )
         envs = [range(*ends) for ends in itertools.pairwise(self._firsts)]
-        nouns = collector_nouns(envs, limited=step_timeout is not None)
+        nouns = collector_nouns(envs, limited=limits.step_timeout is not None)
         policy: list[Any] = []  # its pickle, and big buffers, which collectors that are no forks read where they lie
         big: list[pickle.PickleBuffer] | None = None if self._forks else []
         with called_as(self._call_words):
@@ -126,7 +137,7 @@ class Replicas:
                 policy_is_factory=policy_factory is not None,
                 part=(envs.start, envs.stop) if sync else (0, len(envs)),
                 batch_envs=batch_envs,
-                max_restarts=options.restarts,
+                max_restarts=limits.restarts,
                 options={
                     **collector_options,
                     "frames_per_batch": T * len(envs),
@@ -141,9 +152,7 @@ class Replicas:
             plans,
             processes,
             with_hints(nouns, self._call_words, len(recipes), self._count),
-            None if step_timeout is None else Limit(step_timeout, f"{nouns.step_timeout}={step_timeout}"),
-            options.close_limits(nouns),
-            options.restarts,
+            limits,
             sync,
             threshold * self._count,
         )
