@@ -162,7 +162,7 @@ def test_a_shared_object_that_hangs_in_a_fork_is_cut_off():
 
     recipe = make_recipes(hanging, 1, {"lock": threading.Lock()})[0]
     verdict = Verdict("make_env", {}, 2, travels=False, tried={"fork": None})
-    subject = Subject(recipe, Trials([recipe], 1.0), "", None)
+    subject = Subject(recipe, Trials([recipe], 1.0), "")
     tried, _ = try_lines(candidates(verdict, Measurements()), subject, None, 0.1)
     assert [one.problem for one in tried] == ["building many of it, it hung for 1 s"] * 3
 
@@ -352,14 +352,11 @@ def test_an_argument_that_cannot_travel_blocks_and_is_named():
     assert 'context="fork"' in diagnosis.tried[0].line
 
 
-def test_fork_is_not_recommended_for_what_must_not_be_inherited(tmp_path):
+def test_an_open_file_is_shared_by_a_fork_and_no_line_is_run(tmp_path):
     with (tmp_path / "log").open("w") as log:
         diagnosis = diagnose(functools.partial(lambda log: Patient(), log), name="my_game:logging_env")
-    assert "one file position" in text_of(diagnosis, "start methods", "blocks")
-    assert [one.problem.partition(",")[0] for one in diagnosis.tried] == [
-        "not run: its process would inherit factory.args[0]"
-    ] * 2
-    assert 'backend="serial"' in diagnosis.recommendation.line
+    assert all("not run: its envs would use what they share" in one.problem for one in diagnosis.tried)
+    assert 'context="fork"' in diagnosis.recommendation.line
 
 
 def test_an_id_that_does_not_exist_is_an_error_of_the_caller():

@@ -155,19 +155,6 @@ PROGRAMS = {
         changed="class Env(Env):\n    def __init__(self, lock):\n        super().__init__({'deep': (lock, 1)})\n"
         "env_kwargs = {}",
     ),
-    "make_vec, a held lock by fork": Program(
-        MAKE_VEC,
-        "lock.acquire()\nenv_kwargs = {'thing': lock}",
-        f"envs = make_vec(Env, 2, env_kwargs=env_kwargs, context='fork'){GYM_USE}",
-        twice(2, 5),
-    ),
-    "make_vec, a thread pool by fork": Program(
-        f"{MAKE_VEC}\nfrom multiprocessing.pool import ThreadPool",
-        "pool = ThreadPool(1)\nenv_kwargs = {'thing': pool}",
-        "try:\n    envs = make_vec(Env, 2, env_kwargs=env_kwargs, context='fork')\nfinally:\n    pool.terminate()"
-        f"{GYM_USE}",
-        twice(2, 7),
-    ),
     "make_vec, a spec": Program(
         MAKE_VEC + REGISTER.format("{'thing': lock}"),
         "",

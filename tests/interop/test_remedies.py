@@ -10,7 +10,6 @@ import time
 import gymnasium
 import numpy as np
 import pytest
-import zmq
 from remedy_programs import CASES, PROGRAMS, run
 
 import muster
@@ -37,7 +36,7 @@ def test_a_remedy_followed_to_the_letter_repairs_the_program(program, tmp_path):
 def test_the_other_way_out_that_is_named_works(tmp_path):
     program = PROGRAMS["sb3, a lambda"]
     said = str(run(tmp_path / "failing.py", program.failing()))
-    assert 'start_method="fork" would be safe here' in said
+    assert 'start_method="fork" copies all objects' in said
     assert "DummyVecEnv hands over this very object" in said
     for other in ('SubprocVecEnv(env_fns * 2, start_method="fork")', "DummyVecEnv(env_fns * 2)"):
         text = program.failing().replace("SubprocVecEnv(env_fns * 2)", other)
@@ -69,19 +68,6 @@ def test_only_a_call_that_has_a_time_limit_is_advised_to_set_it(make, phase, rem
         envs.step(np.zeros(envs.num_envs, int))
     [said] = [line for line in caplog.messages if f" in {phase} for " in line]
     assert said.splitlines()[0].partition(".")[2].partition(".")[2] == remedy
-
-
-@pytest.mark.slow
-def test_fork_with_a_context_without_sockets_is_warned_of_where_the_user_called():
-    from muster.interop.torchrl import ParallelEnv
-
-    context = zmq.Context()
-    with pytest.warns(UserWarning, match=r'^mp_start_method="fork" is allowed here, but at a risk:\n') as caught:
-        env = ParallelEnv(2, functools.partial(Holding, context), mp_start_method="fork")
-    env.close()
-    context.term()
-    assert [one.filename for one in caught] == [__file__]
-    assert "starts its I/O threads with its first socket" in str(caught[0].message)
 
 
 class Holding(Counter):

@@ -1,10 +1,9 @@
-"""Things that own threads or processes: what is said of fork is what a fork does, and what is built instead works."""
+"""Things that own threads or processes are not sent, and what is built instead works."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import logging
 import logging.handlers
 import multiprocessing
@@ -12,7 +11,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Listener
@@ -25,8 +23,7 @@ import pytest
 
 import muster
 from muster.errors import CannotTravel
-from muster.interop.gymnasium import AsyncVectorEnv
-from muster.recipes.recipe import check_forkable, make_recipes, pack
+from muster.recipes.recipe import make_recipes, pack
 
 
 class Holder(gym.Env):
@@ -70,94 +67,20 @@ def used(executor: Any) -> Any:
     return after(executor, lambda one: one.submit(abs, -4).result())
 
 
-def ended_thread() -> threading.Thread:
-    thread = threading.Thread(target=int)
-    thread.start()
-    thread.join()
-    return thread
-
-
-def pending_result() -> Any:
-    pool = ThreadPool(1)
-    result = pool.apply_async(wait_for_end)
-    result.pool = pool  # for `close`
-    return result
-
-
-class Owner:
-    """A user's object that owns a thread."""
-
-    def __init__(self) -> None:
-        self.thread = waiting_thread()
-
-
-class Further:
-    def __init__(self, inner: Any) -> None:
-        self.parts = {"inner": [inner]}
-
-
-ENDED: list[bool] = []
-
-
-def wait_for_end() -> None:
-    """Ends with the test. Not by an event, whose lock would be held meanwhile."""
-    while not ENDED:
-        time.sleep(0.01)
-
-
-def waiting_thread() -> threading.Thread:
-    thread = threading.Thread(target=wait_for_end, daemon=True)
-    thread.start()
-    return thread
-
-
-def generator_with(thing: Any) -> Any:
-    def generate(held: Any) -> Any:
-        yield 1
-        yield held
-
-    made = generate(thing)
-    next(made)
-    return made
-
-
-MAKERS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "Pool": ("breaks", lambda: multiprocessing.get_context("spawn").Pool(1)),
-    "ThreadPool": ("breaks", lambda: ThreadPool(1)),
-    "closed ThreadPool": ("safe", lambda: after(ThreadPool(1), ThreadPool.terminate)),
-    "result of a pool that is not there": ("breaks", pending_result),
-    "used ThreadPoolExecutor": ("breaks", lambda: used(concurrent.futures.ThreadPoolExecutor(1))),
-    "used ProcessPoolExecutor": ("breaks", lambda: used(concurrent.futures.ProcessPoolExecutor(1))),
-    "new ThreadPoolExecutor": ("safe", lambda: concurrent.futures.ThreadPoolExecutor(1)),
-    "new ProcessPoolExecutor": ("risky", lambda: concurrent.futures.ProcessPoolExecutor(1)),
-    "ended ThreadPoolExecutor": (
-        "safe",
-        lambda: after(used(concurrent.futures.ThreadPoolExecutor(1)), lambda one: one.shutdown()),
-    ),
-    "Future": ("risky", concurrent.futures.Future),
-    "done Future": ("safe", lambda: after(concurrent.futures.Future(), lambda one: one.set_result(4))),
-    "running Thread": ("risky", waiting_thread),
-    "new Thread": ("safe", lambda: threading.Thread(target=int)),
-    "new Timer": ("safe", lambda: threading.Timer(0, int)),
-    "ended Thread": ("safe", ended_thread),
-    "running Timer": ("breaks", lambda: after(threading.Timer(1000, int), lambda one: one.start())),
-    "the caller's thread": ("safe", threading.current_thread),
-    "QueueListener": (
-        "breaks",
-        lambda: after(logging.handlers.QueueListener(queue.Queue()), lambda one: one.start()),
-    ),
-    "StreamHandler": ("safe", lambda: logging.StreamHandler(sys.stderr)),
-    "Manager": ("risky", lambda: multiprocessing.get_context("spawn").Manager()),
-    "Listener": ("risky", lambda: Listener(("127.0.0.1", 0))),
-    "Popen": ("risky", lambda: subprocess.Popen(["sleep", "1000"])),
-    "ended Popen": ("safe", lambda: after(subprocess.Popen(["true"]), lambda one: one.wait())),
-    "event loop": ("risky", asyncio.new_event_loop),
-    "object with a thread": ("risky", Owner),
-    "object deep in another": ("risky", lambda: Further(Owner())),
-    "method of an object with a thread": ("risky", lambda: functools.partial(Owner().thread.join, 1)),
-    "generator with a thread": ("risky", lambda: generator_with(waiting_thread())),
+MAKERS: dict[str, Callable[[], Any]] = {
+    "Pool": lambda: multiprocessing.get_context("spawn").Pool(1),
+    "ThreadPool": lambda: ThreadPool(1),
+    "used ThreadPoolExecutor": lambda: used(concurrent.futures.ThreadPoolExecutor(1)),
+    "used ProcessPoolExecutor": lambda: used(concurrent.futures.ProcessPoolExecutor(1)),
+    "Timer": lambda: threading.Timer(1000, int),
+    "Future": concurrent.futures.Future,
+    "QueueListener": lambda: after(logging.handlers.QueueListener(queue.Queue()), lambda one: one.start()),
+    "StreamHandler": lambda: logging.StreamHandler(sys.stderr),
+    "Manager": lambda: multiprocessing.get_context("spawn").Manager(),
+    "Listener": lambda: Listener(("127.0.0.1", 0)),
+    "Popen": lambda: subprocess.Popen(["sleep", "1000"]),
+    "event loop": asyncio.new_event_loop,
 }
-SAID = {"safe": "would be safe here", "risky": "may work here, at a risk", "breaks": "is no way out here"}
 
 
 def close(thing: Any) -> None:
@@ -174,79 +97,36 @@ def close(thing: Any) -> None:
         thing.wait()
 
 
-@pytest.fixture
-def made(request: pytest.FixtureRequest) -> Any:
-    name = request.param
-    by_fork, make = MAKERS[name]
-    before = threading.enumerate()
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_what_owns_threads_or_processes_is_not_sent(make: Callable[[], Any]) -> None:
     thing = make()
-    yield by_fork, thing
-    ENDED.append(True)
-    close(thing)
-    for thread in threading.enumerate():
-        if thread not in before:
-            thread.join(5)
-    ENDED.clear()
+    try:
+        with pytest.raises(CannotTravel, match=r'^env_kwargs\["thing"\] cannot be sent to a worker'):
+            pack(make_recipes(Holder, 2, {"thing": thing}), start_method="forkserver")
+    finally:
+        close(thing)
 
 
-def recipes_with(thing: Any) -> Any:
-    return make_recipes(Holder, 2, {"thing": thing})
-
-
-@pytest.mark.parametrize("made", MAKERS, indirect=True)
-def test_what_is_said_of_a_fork_is_what_a_fork_does(made: Any) -> None:
-    by_fork, thing = made
-    with pytest.raises(CannotTravel) as raised:
-        pack(recipes_with(thing), start_method="forkserver")
-    (said,) = [line for line in str(raised.value).splitlines() if line.startswith('  context="fork"')]
-    assert said.startswith(f'  context="fork" {SAID[by_fork]}: ')
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if by_fork == "breaks":
-            with pytest.raises(CannotTravel, match=r'^env_kwargs\["thing"\] cannot be inherited by a worker'):
-                check_forkable(recipes_with(thing))
-        else:
-            check_forkable(recipes_with(thing))
-    risks = [str(one.message) for one in caught if "allowed here, but at a risk" in str(one.message)]
-    assert len(risks) == (by_fork == "risky")
-
-
-SAFE_TO_USE = ["new ThreadPoolExecutor", "new Thread", "new Timer", "ended Thread", "StreamHandler"]
-
-
-def test_what_is_called_safe_works_in_forked_workers(capfd: Any) -> None:
-    things = [{"thing": MAKERS[name][1]()} for name in SAFE_TO_USE]
+def test_what_is_new_or_a_standard_stream_works_in_forked_workers(capfd: Any) -> None:
+    kinds = [lambda: concurrent.futures.ThreadPoolExecutor(1), lambda: threading.Thread(target=int)]
+    things = [{"thing": make()} for make in (*kinds, MAKERS["StreamHandler"])]
     with muster.make_vec(Holder, len(things), num_workers=2, env_kwargs=things, context="fork") as envs:
         assert envs.reset()[0][:, 0].tolist() == [4.0] * len(things)
     assert capfd.readouterr().err == "from a worker\n"
 
 
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
-def test_what_is_built_instead_works(context: str) -> None:
+def test_what_is_built_instead_works() -> None:
     names = ["Pool", "ThreadPool", "used ThreadPoolExecutor", "used ProcessPoolExecutor"]
-    things = [MAKERS[name][1]() for name in names]
+    things = [MAKERS[name]() for name in names]
     env_kwargs = [{"thing": thing} for thing in things]
     try:
         with pytest.raises(CannotTravel) as raised:
-            muster.make_vec(Holder, len(names), num_workers=1, env_kwargs=env_kwargs, context=context)
+            muster.make_vec(Holder, len(names), num_workers=1, env_kwargs=env_kwargs)
     finally:
         for thing in things:
             close(thing)
     code = "\n".join(line.strip() for line in str(raised.value).splitlines() if line.startswith(" " * 6))
     exec(code, {"env_kwargs": env_kwargs})
     assert all(type(one["thing"]) is type(muster.lazy(int)) for one in env_kwargs)
-    with muster.make_vec(Holder, len(names), num_workers=1, env_kwargs=env_kwargs, context=context) as envs:
+    with muster.make_vec(Holder, len(names), num_workers=1, env_kwargs=env_kwargs) as envs:
         assert envs.reset()[0][:, 0].tolist() == [4.0] * len(names)
-
-
-def test_no_drop_in_calls_a_thread_pool_safe_by_fork_or_forks_it() -> None:
-    pool = ThreadPool(1)
-    try:
-        with pytest.raises(CannotTravel) as raised:
-            AsyncVectorEnv([functools.partial(Holder, pool)] * 2)
-        assert "is no way out here: workers would inherit the object, but not its threads" in str(raised.value)
-        assert "muster.lazy(multiprocessing.pool.ThreadPool)" in str(raised.value)
-        with pytest.raises(CannotTravel, match="cannot be inherited by a worker"):
-            AsyncVectorEnv([functools.partial(Holder, pool)] * 2, context="fork")
-    finally:
-        pool.terminate()

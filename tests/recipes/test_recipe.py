@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import re
-import socket
-import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 import types
 import warnings
-from contextlib import closing
 
 import gymnasium as gym
 import numpy as np
@@ -25,7 +20,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from muster.errors import CannotTravel, RecipeError
 from muster.lazy_values import lazy
-from muster.recipes.recipe import check_forkable, make_recipes, pack, unpack
+from muster.recipes.recipe import make_recipes, pack, unpack
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of a newer way to make envs
@@ -647,60 +642,5 @@ def test_every_argument_is_named_where_it_stands():
         assert '(context="forkserver")' in str(raised.value)
 
 
-def test_what_hangs_under_fork_is_refused_and_the_rest_is_not(tmp_path):
-    held, context = threading.Lock(), zmq.Context()
-    held.acquire()
-    with pytest.raises(CannotTravel, match=r"nobody would ever release") as raised:
-        check_forkable(make_recipes(make_env, 2, {"nested": [{"lock": held}]}))
-    assert 'env_kwargs["nested"][0]["lock"]' in str(raised.value)
-    with context.socket(zmq.REQ) as client, pytest.raises(CannotTravel, match="ZeroMQ socket inherited by fork hangs"):
-        check_forkable(make_recipes(lambda: Env(socket=client)))
-    with context.socket(zmq.REQ), pytest.raises(CannotTravel, match=r"muster\.lazy\(zmq\.Context\)"):
-        check_forkable(make_recipes(make_env, 2, {"context": context}))
-    with pytest.warns(UserWarning, match="works only if it has never had one"):
-        check_forkable(make_recipes(make_env, 2, {"context": context}))
-    check_forkable(make_recipes(make_env, 2, {"lock": threading.Lock(), "items": (i for i in [1])}))
-    context.term()
-
-
-def test_what_a_forked_worker_cannot_safely_use_is_warned_about(tmp_path):
-    idle = {"thread": threading.Thread(), "log": logging.getLogger(), "out": sys.stdout}
-    with (
-        open(tmp_path / "log", "w") as file,
-        socket.socket() as connection,
-        pytest.warns(UserWarning, match='context="fork" is allowed here, but at a risk') as caught,
-    ):
-        check_forkable(make_recipes(make_env, 2, {"file": file, "socket": connection, **idle}))
-    said = str(caught[0].message)
-    assert len(caught) == 1
-    assert 'env_kwargs["file"]: _io.TextIOWrapper: all workers would share one file position' in said
-    assert 'env_kwargs["socket"]: socket.socket: all workers would read from and write to one connection' in said
-    assert "muster.lazy(open, " in said
-    check_forkable(make_recipes(make_env, 2, {"file": file, "socket": connection, **idle}))
-
-
-def test_databases_and_running_threads_are_warned_about_under_fork():
-    with closing(sqlite3.connect(":memory:")) as database, pytest.warns(UserWarning, match="file can be damaged"):
-        check_forkable(make_recipes(lambda: Env(database=database)))
-    stop = []
-    thread = threading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(lambda: bool(stop), True)])
-    thread.start()
-    try:
-        with pytest.warns(UserWarning, match="would inherit the object, but not its thread"):
-            check_forkable(make_recipes(make_env, 2, {"thread": thread}))
-    finally:
-        stop.append(True)
-        thread.join()
-
-
-def test_a_class_may_keep_what_its_new_instances_do_not_use():
-    context = zmq.Context.instance()
-    check_forkable(make_recipes(make_env, 2, {"context": lazy(zmq.Context)}))
-    context.term()
-
-
-def test_globals_of_an_importable_factory_matter_only_to_fork():
+def test_globals_of_an_importable_factory_do_not_travel():
     assert pack(make_recipes(make_with_lock), start_method="spawn")
-    check_forkable(make_recipes(make_with_lock))
-    with LOCK, pytest.raises(CannotTravel, match=r"factory\.<global>\.LOCK"):
-        check_forkable(make_recipes(make_with_lock))

@@ -200,13 +200,6 @@ situations(
 )
 
 
-@situation("cannot travel: a lock that is held, by fork")
-def _() -> None:
-    lock = threading.Lock()
-    with lock:
-        remotely(env_kwargs={"length": lock}, context="fork")()
-
-
 @situation("cannot travel: an open file arrives as something else")
 def _() -> Iterator[Any]:
     with open(os.devnull) as file:

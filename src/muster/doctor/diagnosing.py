@@ -30,7 +30,6 @@ from muster.errors import CannotTravel, RecipeError
 from muster.extras import require
 from muster.hosts.trial import TrialOutcome, Trials, pack_for_trials
 from muster.introspection import callable_name, type_name
-from muster.pickling import Culprit, fork_hazards
 from muster.pool.launcher_client import LauncherClient
 from muster.pool.resources import usable_cores
 from muster.recipes.existing_env import is_env
@@ -112,15 +111,13 @@ class Subject:
     """The env that is diagnosed.
 
     trials: of one of it; in forks, where its recipe cannot be sent.  shared: what it shares with this process, in
-    words, "" for nothing.  hazard: what a fork of this process must not inherit; None where there is nothing.
-    longest_s: the most seconds for a stage.  fix: what gives each env its own of what two fight over.
-    say: called with the name of each stage.
+    words, "" for nothing.  longest_s: the most seconds for a stage.
+    fix: what gives each env its own of what two fight over.  say: called with the name of each stage.
     """
 
     recipe: Recipe
     trials: Trials
     shared: str
-    hazard: Culprit | None
     longest_s: float = math.inf
     fix: Fix = NO_FIX
     say: Callable[[str], None] = lambda stage: None
@@ -134,11 +131,9 @@ class Subject:
     def of(cls, recipe: Recipe, timeout_s: float, found: list[Finding]) -> Subject:
         """Packs the recipe. found: receives what is found."""
         packed = _pack(recipe, found)
-        hazards = fork_hazards(recipe.parts()) if packed is None else []
-        # What must not be inherited is not tried at all.
-        shared = "" if hazards else shared_by([recipe], by_fork=packed is None)
+        shared = shared_by([recipe], by_fork=packed is None)
         env_trials = Trials([recipe] if packed is None else packed, timeout_s)
-        return cls(recipe, env_trials, shared, hazards[0] if hazards else None)
+        return cls(recipe, env_trials, shared)
 
 
 def _diagnose_env(
@@ -243,12 +238,8 @@ def try_lines(
     not so where the trial runs in a fork, which may be the cause.
     build_s: seconds to build one env, if known.  run_s: how long each line is run, after its start.
     """
-    why = ""
-    if subject.hazard is not None:
-        why = f"not run: its process would inherit {subject.hazard.path}, see above"
-    elif subject.shared:
+    if subject.shared:
         why = "not run: its envs would use what they share with this process, see above"
-    if why:
         return [TriedLine(one.advice.line, problem=why) for one in lines], []
     tried: list[TriedLine] = []
     outcomes: list[TrialOutcome] = []
@@ -349,15 +340,9 @@ def try_contexts(subject: Subject, behaviour: TrialOutcome) -> dict[str, str | N
 
 
 def _try_context(subject: Subject, context: str) -> str | None:
-    """The problem that ended a worker started for real; None if it stepped.
-
-    A recipe that does not travel can still be inherited, though forked workers must not use every object in it.
-    """
-    if not subject.travels:
-        if context != "fork":
-            return "the recipe cannot be sent to its workers, see above"
-        if (hazard := subject.hazard) is not None:
-            return f"workers would inherit what they must not use: {hazard.path}: {hazard.reason}"
+    """The problem that ended a worker started for real; None if it stepped."""
+    if not subject.travels and context != "fork":  # by which it is inherited
+        return "the recipe cannot be sent to its workers, see above"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

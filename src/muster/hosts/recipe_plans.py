@@ -13,7 +13,7 @@ from muster.pickling.main_module import Init
 from muster.pool.place import Plan
 from muster.pool.set_up import Processes
 from muster.pool.worker import Here, Resident
-from muster.recipes.recipe import Recipe, check_forkable, pack, unpack
+from muster.recipes.recipe import Recipe, pack, unpack
 from muster.worker_info import WorkerInfo
 
 Recipes = Sequence[Recipe] | bytes
@@ -32,8 +32,6 @@ def plans_of(
     Raises CannotTravel.
     """
     forks, init = processes.context == "fork", processes.init.function
-    if forks:
-        check_forkable(recipes, init)
     plans = []
     for worker, envs in enumerate(itertools.starmap(range, itertools.pairwise(first_envs))):
         info = WorkerInfo(None, worker, len(recipes), len(first_envs) - 1, seed=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import itertools
 import pickle
@@ -16,14 +15,13 @@ from typing import Any, Literal
 from gymnasium.envs.registration import EnvSpec
 
 from muster.errors import CannotTravel
-from muster.pickling.kinds import ByFork, Kind, is_shared, kind_of
+from muster.pickling.kinds import Kind, is_shared, kind_of
 from muster.pickling.probe import PickleAttempt, attempt
 from muster.pickling.remedies import Obstacle, shown_type
 from muster.pickling.walk import Edge, Walk, deepest_trail
 
 _MAX_CULPRITS = 10
 _SILENCE_S = 1.0
-_HEAP_TYPE_FLAG = 1 << 9
 # The number of levels from which on the recursion limit is a plausible reason, and how many of them a path shows.
 _DEEP = 100
 _SHOWN_LEVELS = 4
@@ -35,9 +33,6 @@ _HOLDERS = (types.FunctionType, types.MethodType, functools.partial, type, abc.A
 
 
 Severity = Literal["blocks", "silently_wrong"]
-Unknown = Literal["unknown"]
-Copied = tuple[str, ByFork | Unknown]
-_UNKNOWN: Copied = ("", "unknown")
 
 
 @dataclass(frozen=True)
@@ -47,16 +42,13 @@ class Culprit:
     path: the place of the object, ``factory.<closure>.server._context``.  type: its class, with module.
     reason: why it cannot be sent, or what arrives instead of it.
     severity: it ``"blocks"`` sending, or arrives ``"silently_wrong"``.
-    inherited: what a forked worker would get; empty where that is not known.
-    by_fork: whether that is usable, see `Kind`.  obstacle: the object, for `remedy_for`.
+    obstacle: the object, for `remedy_for`.
     """
 
     path: str
     type: str
     reason: str
     severity: Severity
-    inherited: str
-    by_fork: ByFork | Unknown
     obstacle: Obstacle
 
 
@@ -109,30 +101,6 @@ def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
     wanted = {id(value) for value in noted}
     found = [(value, kind_of(value)) for value in walk if id(value) in wanted]
     return [_silently_wrong(Obstacle(walk.trail(value), kind)) for value, kind in found if kind is not None]
-
-
-def fork_hazards(parts: dict[str, Any]) -> list[Culprit]:
-    """The objects that a forked worker cannot use at all, or only on conditions, by their `by_fork`."""
-    return search_hazards(parts)[0]
-
-
-def search_hazards(parts: dict[str, Any]) -> tuple[list[Culprit], bool]:
-    """As `fork_hazards`; and whether there was time to look at everything.
-
-    Parts of a listed object are not listed again, unless they cannot be used at all, and it can.
-    """
-    walk = Walk(parts, limit_s=0.5, inherited=True)
-    known = [(value, kind) for value in walk if (kind := kind_of(value)) is not None and kind.by_fork != "safe"]
-    obstacles = [Obstacle(walk.trail(value), kind) for value, kind in known]
-    hazards: list[Culprit] = []
-    listed: dict[int, ByFork] = {}
-    for one, (value, kind) in zip(obstacles, known, strict=True):
-        around = {listed[id(holder)] for _, holder in one.trail if id(holder) in listed}
-        if not around or (kind.by_fork == "breaks" and "breaks" not in around):
-            listed[id(value)] = kind.by_fork
-            hazard = _silently_wrong(one)
-            hazards.append(dataclasses.replace(hazard, severity="blocks", reason=kind.inherited))
-    return hazards, walk.complete
 
 
 def _next_failure(parts: dict[str, Any], without: Sequence[Any], deadline: float, shares: bool) -> PickleAttempt | None:
@@ -189,10 +157,8 @@ def _blocking(failure: PickleAttempt, one: Obstacle, walk: Walk) -> Culprit:
     if _is_too_deep(error) and (found := _too_deep(walk.parts)) is not None:
         return found
     value = one.trail[-1][1]
-    # What refuses to travel at all, such as a policy that is marked to stay, has no business in a fork either.
-    copied = _UNKNOWN if isinstance(error, CannotTravel) else _copied(value)
     severity: Severity = "silently_wrong" if failure.out_of_time else "blocks"
-    return _culprit(one, severity, _reason(failure, value, one.kind), copied)
+    return _culprit(one, severity, _reason(failure, value, one.kind))
 
 
 def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
@@ -205,7 +171,7 @@ def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
     paths = list(itertools.accumulate(part for part, _ in steps[: first + _SHOWN_LEVELS]))
     trail = list(zip(paths, (value for _, value in steps), strict=False))[: first + 1]
     reason = f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels"
-    return _culprit(Obstacle(trail, None), "blocks", reason, _copied(steps[first][1]), f"{paths[-1]}...")
+    return _culprit(Obstacle(trail, None), "blocks", reason, f"{paths[-1]}...")
 
 
 def _part_that_fails(parts: Mapping[str, Any], shares: bool) -> tuple[str, Any]:
@@ -222,11 +188,10 @@ def _silently_wrong(one: Obstacle) -> Culprit:
     return _culprit(one, "silently_wrong", one.kind.reason)
 
 
-def _culprit(one: Obstacle, severity: Severity, reason: str, copied: Copied = _UNKNOWN, path: str = "") -> Culprit:
-    """The culprit at the end of a trail. copied: what a fork inherits, and by_fork, where its kind does not say."""
+def _culprit(one: Obstacle, severity: Severity, reason: str, path: str = "") -> Culprit:
+    """The culprit at the end of a trail."""
     shown_path, value = one.trail[-1]
-    inherited, by_fork = copied if one.kind is None else (one.kind.inherited, one.kind.by_fork)
-    return Culprit(path or shown_path, shown_type(value), reason, severity, inherited, by_fork, one)
+    return Culprit(path or shown_path, shown_type(value), reason, severity, one)
 
 
 def _reason(failure: PickleAttempt, value: Any, kind: Kind | None) -> str:
@@ -255,22 +220,3 @@ def _is_too_deep(error: BaseException | None) -> bool:
     return isinstance(error, RecursionError) or (
         isinstance(error, pickle.PicklingError) and isinstance(error.__cause__, RecursionError)
     )
-
-
-def _copied(value: Any) -> Copied:
-    """What a forked worker inherits of an object of no known kind, apart from its parts, and whether that is usable."""
-    return ("workers inherit a copy of it as it is now", "safe") if _is_plain_python(type(value)) else _UNKNOWN
-
-
-def _is_plain_python(kind: type) -> bool:
-    """Whether instances of `kind` hold only Python objects: a fork copies those, while C++ parts may hold threads."""
-    for base in kind.__mro__:
-        if base in (object, list, dict, tuple, set, frozenset, BaseException, Exception):
-            continue
-        made_in_c = not base.__flags__ & _HEAP_TYPE_FLAG or type(base) not in (type, abc.ABCMeta)
-        slots = sum(type(member) is types.MemberDescriptorType for member in vars(base).values())
-        # An attribute dict and weak references take two pointers, each slot one; C structs take more.
-        room = base.__base__.__basicsize__ + 8 * (2 + slots) if base.__base__ is not None else 0
-        if made_in_c or base.__basicsize__ > room:
-            return False
-    return True

@@ -1,15 +1,12 @@
-"""The kinds of objects that cannot travel, or not as they are: why, what builds one in a worker, and what fork does."""
+"""The kinds of objects that cannot travel, or not as they are: why, and what builds one in a worker."""
 
 from __future__ import annotations
 
-import _thread
 import multiprocessing
 import sys
-import threading
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from socket import socket
 from typing import Any, Literal
 
 import numpy as np
@@ -17,8 +14,6 @@ import numpy as np
 from muster.introspection import attributes_of, module_name
 from muster.pickling.user_call import current_call
 from muster.pickling.walk import is_found_by_name
-
-ByFork = Literal["safe", "risky", "breaks"]
 
 HUGE_BYTES = 100 * 1000 * 1000
 """Arrays of at least this size are worth a warning: sending them takes their memory twice, and time."""
@@ -29,8 +24,6 @@ class Kind:
     """The facts about one kind of object.
 
     reason: why it cannot be sent, or what arrives instead.
-    inherited: what a forked worker gets.  by_fork: whether that is usable. risky: on conditions, which `inherited`
-    names.  breaks: certainly not, so it must not be inherited at all.
     builder: the code of what builds one in a worker; empty where no code is known.  arguments: the code of the
     arguments that the builder takes; None where they are not known.
     instead: a sentence, what to do where something else than building it in the worker helps.
@@ -41,8 +34,6 @@ class Kind:
     """
 
     reason: str
-    inherited: str
-    by_fork: ByFork = "risky"
     builder: str = ""
     arguments: str | None = None
     instead: str = ""
@@ -81,40 +72,21 @@ _STAYS_HERE: dict[str, Any] = {
 # ---- the state of one object
 
 
-def _safe(inherited: str) -> dict[str, Any]:
-    return {"by_fork": "safe", "shared": "no", "inherited": inherited}
-
-
-_CLOSED = _safe("it is closed here, and in each worker")
-
-
-def _lock(lock: Any) -> dict[str, Any]:
-    # An RLock has no locked() before Python 3.14, but its repr shows the state.
-    kind: Any = _thread.RLock if issubclass(type(lock), _thread.RLock) else _thread.LockType
-    if not kind.__repr__(lock).startswith("<locked"):
-        return {}
-    held = "the lock is held now, and nobody would ever release the copy in a worker: waiting for it hangs"
-    return {"by_fork": "breaks", "inherited": held}
-
-
 def _file(file: Any) -> dict[str, Any]:
-    try:
-        # The name of a temporary file may be a number, by which no code can open the file again.
-        is_named = isinstance(file.name, str) and not file.name.startswith("<")
-        opened: dict[str, Any] = {"arguments": f"{file.name!r}, {file.mode!r}" if is_named else None}
-        is_closed = file.closed
-    except Exception:  # closed or detached files raise; BytesIO-backed ones have no name
-        opened, is_closed = {}, True
     streams = {
         name: getattr(sys, name) for name in ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
     }
-    named = next((name for name, stream in streams.items() if stream is file), "").strip("_")
-    if named:
-        opened["instead"] = f"Use sys.{named} in the env itself, for every process has one"
+    if named := next((name.strip("_") for name, stream in streams.items() if stream is file), ""):
+        return {"shared": "no", "instead": f"Use sys.{named} in the env itself, for every process has one"}
     buffers = [getattr(stream, "buffer", None) for stream in streams.values()]
-    if named or any(file is one for one in (*buffers, *(getattr(one, "raw", None) for one in buffers))):
-        return opened | _safe("workers inherit the standard streams, as all processes do")
-    return opened | _CLOSED if is_closed else opened
+    if any(file is one or file is getattr(one, "raw", None) for one in buffers):
+        return {"shared": "no"}
+    try:
+        # The name of a temporary file may be a number, by which no code can open the file again.
+        is_named = isinstance(file.name, str) and not file.name.startswith("<")
+        return {"arguments": f"{file.name!r}, {file.mode!r}" if is_named else None}
+    except Exception:  # closed or detached files raise; BytesIO-backed ones have no name
+        return {}
 
 
 def _text_file(file: Any) -> dict[str, Any]:
@@ -123,23 +95,6 @@ def _text_file(file: Any) -> dict[str, Any]:
         return _file(file)
     reason = "an open text file travels as an io.StringIO with a copy of its contents: no file, no later changes"
     return {**_file(file), "reason": reason, "warns": True}
-
-
-def _socket(connection: Any) -> dict[str, Any]:
-    return _CLOSED if socket.fileno(connection) < 0 else {}
-
-
-def _zeromq_context(context: Any) -> dict[str, Any]:
-    """Reads pyzmq's own records of the sockets of a context, or of the one that it shadows."""
-    while context is not None and not isinstance(context, int):
-        attributes = attributes_of(context)
-        if len(attributes.get("_sockets") or ()):
-            return {"by_fork": "breaks", "inherited": f"a ZeroMQ context {_ZEROMQ_HANGS}"}
-        context = attributes.get("_shadow_obj")
-    return {}
-
-
-_ZEROMQ_HANGS = "inherited by fork hangs: its I/O threads do not exist in the child"
 
 
 def _generator(generator: Any) -> dict[str, Any]:
@@ -178,53 +133,10 @@ def _c_data(value: Any) -> dict[str, Any]:
     return {"shared": "always"} if "_wrapper" in attributes_of(value) else {}
 
 
-def _started_thread(thread: Any) -> dict[str, Any]:
-    if thread is threading.current_thread() or thread is threading.main_thread():
-        return _safe("each worker goes on in a copy of the thread that started it")
-    try:
-        started, alive = threading.Thread.ident.__get__(thread) is not None, threading.Thread.is_alive(thread)
-    except Exception:  # of a subclass that has not called __init__
-        started = alive = False
-    if alive:
-        return {}
-    left = "has ended" if started else "has not been started, and may be started there"
-    return _safe(f"each worker inherits a thread of its own that {left}")
-
-
 def _executor(executor: Any) -> dict[str, Any]:
-    attributes, kind = attributes_of(executor), type(executor)
-    builder = f"concurrent.futures.{kind.__name__}" if module_name(kind).startswith("concurrent.futures.") else ""
-    built = {"builder": builder}
-    if attributes.get("_shutdown") is True or attributes.get("_shutdown_thread") is True:
-        return built | _safe("each worker inherits an executor that has been shut down")
-    if any(attributes.get(one) for one in ("_threads", "_processes", "_executor_manager_thread")):
-        return {**built, "by_fork": "breaks"}
-    if "_threads" in attributes:
-        return built | _safe("each worker inherits an executor of its own, which has started no thread yet")
-    if "_processes" in attributes:
-        shared = "workers would share the queues of an executor that each starts anew: their tasks and results mix"
-        return {**built, "inherited": shared}
-    return built
-
-
-def _pool(pool: Any) -> dict[str, Any]:
-    is_closed = attributes_of(pool).get("_state") in ("CLOSE", "TERMINATE")
-    return _safe("each worker inherits a pool that has been closed") if is_closed else {}
-
-
-def _pool_result(result: Any) -> dict[str, Any]:
-    event = attributes_of(attributes_of(result).get("_event"))
-    return _safe("each worker inherits a copy of the result, which is there") if event.get("_flag") else {}
-
-
-def _manager(manager: Any) -> dict[str, Any]:
-    left = _safe("each worker inherits a manager of its own, which has no process")
-    return {} if "_process" in attributes_of(manager) else left
-
-
-def _popen(process: Any) -> dict[str, Any]:
-    ended = _safe("each worker inherits a handle on a process that has ended")
-    return {} if attributes_of(process).get("returncode") is None else ended
+    kind = type(executor)
+    is_own = module_name(kind).startswith("concurrent.futures.")
+    return {"builder": f"concurrent.futures.{kind.__name__}"} if is_own else {}
 
 
 def _process(process: Any) -> dict[str, Any]:
@@ -236,74 +148,28 @@ def _process(process: Any) -> dict[str, Any]:
 
 # ---- the table
 
-_LOCK = Kind(
-    "a lock works only within the process that made it",
-    "each worker inherits a copy of the lock, free, which keeps out only its own threads",
-    by_fork="safe",
-    builder="threading.Lock",
-    arguments="",
-    changes=_lock,
-)
-_FILE = Kind(
-    "an open file belongs to the process that opened it",
-    "all workers would share one file position with the caller, and each write out what is buffered now",
-    builder="open",
-    shared="by fork",
-    changes=_file,
-)
+_LOCK = Kind("a lock works only within the process that made it", builder="threading.Lock", arguments="")
+_FILE = Kind("an open file belongs to the process that opened it", builder="open", shared="by fork", changes=_file)
 _SQLITE = Kind(
-    "an SQLite connection belongs to the process that opened it",
-    "SQLite forbids to use a connection in a forked child: the database file can be damaged",
-    builder="sqlite3.connect",
-    shared="by fork",
+    "an SQLite connection belongs to the process that opened it", builder="sqlite3.connect", shared="by fork"
 )
-_GENERATOR = Kind(
-    "a generator's stack frame cannot be sent",
-    "every worker continues a copy of its own from where it stands now",
-    by_fork="safe",
-    changes=_generator,
-)
-_ARRAY = Kind(
-    "",
-    "workers inherit the memory, shared with the caller until one writes to it",
-    by_fork="safe",
-    builder="numpy.load",
-    arguments='"data.npy", mmap_mode="r"',
-    warns=True,
-    changes=_array,
-)
+_GENERATOR = Kind("a generator's stack frame cannot be sent", changes=_generator)
+_ARRAY = Kind("", builder="numpy.load", arguments='"data.npy", mmap_mode="r"', warns=True, changes=_array)
 _RANDOM = Kind(
     "every worker gets a copy in the same state, so its envs repeat each other's draws",
-    "every worker inherits a copy in the same state",
-    by_fork="safe",
     builder="lambda: numpy.random.default_rng(muster.get_worker_info().env_index)",
     arguments="",
     silent=True,
 )
 _POOL = Kind(
     "the workers of a pool, and the threads that hand out its tasks, belong to the process that started them",
-    "workers would inherit the object, but not its threads: what it is given to do hangs",
-    by_fork="breaks",
     builder="multiprocessing.Pool",
     refused=True,
-    changes=_pool,
 )
-_RESULT = Kind(
-    "the result of a pool's task comes to the process that has given the task",
-    "the result would never come to a worker: waiting for it hangs",
-    by_fork="breaks",
-    refused=True,
-    changes=_pool_result,
-)
-_CHILD = Kind(
-    "a child process belongs to the process that started it",
-    "workers would inherit a handle on a process that is not their child, so they cannot wait for it",
-    refused=True,
-)
+_RESULT = Kind("the result of a pool's task comes to the process that has given the task", refused=True)
+_CHILD = Kind("a child process belongs to the process that started it", refused=True)
 _SHARED = Kind(
     "what multiprocessing shares reaches a worker only when that starts, and from the fork context only a forked one",
-    "workers inherit this very object, shared with each other and the caller",
-    by_fork="safe",
     instead='Make it in a context that can start fresh processes, multiprocessing.get_context("forkserver"), and hand '
     "it over before the workers start",
     shared="always",
@@ -320,83 +186,46 @@ _KINDS = {
     "_io.TextIOWrapper": replace(_FILE, changes=_text_file),
     **dict.fromkeys(("_io.BufferedReader", "_io.BufferedWriter", "_io.BufferedRandom", "_io.FileIO"), _FILE),
     "socket.socket": Kind(
-        "a socket belongs to the process that opened it",
-        "all workers would read from and write to one connection",
-        builder="socket.create_connection",
-        shared="by fork",
-        changes=_socket,
+        "a socket belongs to the process that opened it", builder="socket.create_connection", shared="by fork"
     ),
     **dict.fromkeys(("sqlite3.Connection", "sqlite3.Cursor"), _SQLITE),
     "zmq.Context": Kind(
-        "a ZeroMQ context belongs to the threads of the process that made it",
-        "a ZeroMQ context starts its I/O threads with its first socket: inherited by fork it works only if it has "
-        "never had one, and each worker then has a context of its own",
-        builder="zmq.Context",
-        arguments="",
-        changes=_zeromq_context,
+        "a ZeroMQ context belongs to the threads of the process that made it", builder="zmq.Context", arguments=""
     ),
-    "zmq.Socket": Kind(
-        "a ZeroMQ socket belongs to the threads of the process that made it",
-        f"a ZeroMQ socket {_ZEROMQ_HANGS}",
-        by_fork="breaks",
-    ),
+    "zmq.Socket": Kind("a ZeroMQ socket belongs to the threads of the process that made it"),
     **dict.fromkeys(("builtins.generator", "builtins.coroutine", "builtins.async_generator"), _GENERATOR),
     "builtins.module": Kind(
         "a module that cannot be imported by its name travels by value: every worker gets a module of its own",
-        "workers inherit a copy of the module as it is now",
-        by_fork="safe",
         builder="importlib.import_module",
         warns=True,
         changes=_module,
     ),
     "numpy.ndarray": _ARRAY,
-    "numpy.memmap": replace(_ARRAY, inherited="workers inherit the same mapping of the same file", changes=_memory_map),
+    "numpy.memmap": replace(_ARRAY, changes=_memory_map),
     **dict.fromkeys(("numpy.Generator", "numpy.RandomState", "random.Random"), _RANDOM),
     "torch.Tensor": Kind(
         "a CUDA tensor travels as a copy through the host, and every worker opens a CUDA context for it",
-        "CUDA cannot be used in a forked child of a process that uses it",
-        by_fork="breaks",
         builder="torch.load",
         warns=True,
         changes=lambda tensor: {} if tensor.is_cuda else None,
     ),
     "ctypes.CDLL": Kind(
         "a loaded C library: its address would be sent, which means nothing in a worker",
-        "workers inherit the library as it is now, initialised or not",
-        by_fork="safe",
         builder="ctypes.CDLL",
         refused=True,
         changes=lambda library: {"arguments": repr(attributes_of(library).get("_name"))},
     ),
-    "_ctypes._CData": Kind(
-        "a C pointer means nothing in another process",
-        "workers inherit a copy of the memory that it points to, at the same address",
-        by_fork="safe",
-        changes=_c_data,
-    ),
-    "mmap.mmap": Kind(
-        "a memory mapping belongs to the process that made it",
-        "workers inherit the same mapping; whether they see each other's writes depends on its flags",
-        by_fork="safe",
-        builder="mmap.mmap",
-        shared="by fork",
-    ),
-    "threading.Thread": Kind(
-        "a thread runs only in the process that started it",
-        "workers would inherit the object, but not its thread: what waits for it hangs",
-        refused=True,
-        changes=_started_thread,
-    ),
-    "subprocess.Popen": replace(_CHILD, builder="subprocess.Popen", changes=_popen),
+    "_ctypes._CData": Kind("a C pointer means nothing in another process", changes=_c_data),
+    "mmap.mmap": Kind("a memory mapping belongs to the process that made it", builder="mmap.mmap", shared="by fork"),
+    "threading.Thread": Kind("a thread runs only in the process that started it", refused=True),
+    "subprocess.Popen": replace(_CHILD, builder="subprocess.Popen"),
     "concurrent.Executor": Kind(
         "the threads or processes of an executor belong to the process that started them",
-        "workers would inherit the object, but not its threads: what is submitted to it hangs",
         refused=True,
         changes=_executor,
     ),
     "concurrent.Future": Kind(
         "the result of a future comes to the process that has submitted the task",
-        "a result that is set in the caller never comes to a worker, which would wait for it forever",
         builder="concurrent.futures.Future",
         arguments="",
         changes=lambda future: {} if attributes_of(future).get("_state") in ("PENDING", "RUNNING") else None,
@@ -404,26 +233,18 @@ _KINDS = {
     "multiprocessing.BaseProcess": replace(_CHILD, changes=_process),
     "multiprocessing.Pool": _POOL,
     "multiprocessing.ThreadPool": replace(_POOL, builder="multiprocessing.pool.ThreadPool"),
-    "multiprocessing.ApplyResult": _RESULT,
-    "multiprocessing.IMapIterator": replace(_RESULT, changes=None),
+    **dict.fromkeys(("multiprocessing.ApplyResult", "multiprocessing.IMapIterator"), _RESULT),
     "multiprocessing.BaseManager": Kind(
-        "the process of a manager belongs to the process that started it",
-        "workers would use the manager's process by the caller's handle; only the caller can end it, and an end of the "
-        "caller ends it for all",
-        refused=True,
-        changes=_manager,
+        "the process of a manager belongs to the process that started it", refused=True
     ),
     "multiprocessing.Listener": Kind(
         "a listener's socket belongs to the process that opened it",
-        "all workers would take connections from one socket, each those that it comes to first",
         builder="multiprocessing.connection.Listener",
         refused=True,
     ),
     "multiprocessing._ConnectionBase": Kind(
         "one end of a pipe can be passed to a worker only when that starts; later its number would be sent, which "
         "means another file in a worker",
-        "workers inherit this very end, shared with each other and the caller",
-        by_fork="safe",
         refused=True,
         shared="always",
     ),

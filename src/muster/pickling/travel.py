@@ -15,7 +15,7 @@ import numpy as np
 
 from muster.errors import CannotTravel
 from muster.introspection import caller_stacklevel, module_name
-from muster.pickling.culprits import Culprit, culprits_in, noted_in, search_hazards
+from muster.pickling.culprits import Culprit, culprits_in, noted_in
 from muster.pickling.main_module import MAIN_NAMES, by_name, is_only_here
 from muster.pickling.probe import PickleAttempt, attempt
 from muster.pickling.remedies import Remedy, remedy_for
@@ -75,7 +75,7 @@ def dumps(
     if outcome.data is None:
         with called_as(call):
             culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=fds is not None)
-            said = _explain(culprits, start_method, parts, call)
+            said = _explain(culprits, start_method, call)
         if named:
             said += f"\n  Only this process knows {named}, whose contents are sent. Or pass {_IMPORTING.format(named)}"
         packages = [one.type.partition(".")[0] for one in culprits if one.severity == "blocks"]
@@ -152,21 +152,7 @@ def _is_plain(value: Any) -> bool:
     return kind in (list, tuple, set, frozenset) and all(map(_is_plain, value))
 
 
-def check_inheritable(parts: dict[str, Any], call: UserCall = MAKE_VEC) -> None:
-    """Raises CannotTravel for `parts` that a forked worker must not inherit; warns about those that are risky there."""
-    hazards, _ = search_hazards(parts)
-    forbidden = [hazard for hazard in hazards if hazard.by_fork == "breaks"]
-    risky = [hazard for hazard in hazards if hazard.by_fork == "risky"]
-    fork = call.context.format(method="fork")
-    if forbidden:
-        lines = [f"{forbidden[0].obstacle.argument()[0]} cannot be inherited by a worker ({fork})."]
-        raise CannotTravel("\n".join([*lines, *_found(forbidden), _instead(forbidden, call)]))
-    if risky:
-        lines = [f"{fork} is allowed here, but at a risk:", *_found(risky), _instead(risky, call)]
-        warnings.warn("\n".join(lines), UserWarning, stacklevel=caller_stacklevel())
-
-
-def _explain(culprits: Sequence[Culprit], start_method: str | None, parts: dict[str, Any], call: UserCall) -> str:
+def _explain(culprits: Sequence[Culprit], start_method: str | None, call: UserCall) -> str:
     """The message about culprits, at least one of which blocks: paths, reasons, the remedy, and other ways out."""
     blocking = [culprit for culprit in culprits if culprit.severity == "blocks"]
     argument, _ = blocking[0].obstacle.argument()
@@ -176,7 +162,11 @@ def _explain(culprits: Sequence[Culprit], start_method: str | None, parts: dict[
         return "\n".join([*lines, _instead(blocking, call, running=start_method is None)])
     how = call.context.format(method=start_method)
     lines = [f"{argument} cannot be sent to a worker ({how}).", *_found(blocking), _instead(blocking, call)]
-    lines += ["  " + _about_fork(blocking, parts, call), f"  {call.in_process} hands over this very object."]
+    fork = call.context.format(method="fork")
+    lines += [
+        f"  {fork} copies all objects. Nobody looks at what a fork breaks: threads, held locks, CUDA.",
+        f"  {call.in_process} hands over this very object.",
+    ]
     return "\n".join(lines)
 
 
@@ -197,18 +187,3 @@ def _instead(culprits: Sequence[Culprit], call: UserCall, *, running: bool = Fal
 
 def _advice(remedy: Remedy) -> str:
     return f"{remedy.lead}:\n{textwrap.indent(remedy.code, ' ' * 4)}" if remedy.code else f"{remedy.lead}."
-
-
-def _about_fork(blocking: Sequence[Culprit], parts: dict[str, Any], call: UserCall) -> str:
-    """The sentence that says what a fork would do, in agreement with `check_inheritable`."""
-    fork = call.context.format(method="fork")
-    hazards, complete = search_hazards(parts)
-    for by_fork, verdict in (("breaks", "is no way out here"), ("risky", "may work here, at a risk")):
-        hazard = next((hazard for hazard in hazards if hazard.by_fork == by_fork), None)
-        if hazard is not None:
-            where = "" if any(culprit.path == hazard.path for culprit in blocking) else f"{hazard.path}: "
-            return f"{fork} {verdict}: {where}{hazard.reason}."
-    unknown = next((culprit.path for culprit in blocking if culprit.by_fork == "unknown"), None)
-    if unknown is not None or not complete:
-        return f"Whether {fork} would be safe for {unknown or 'all of this'} is not known."
-    return f"{fork} would be safe here: {blocking[0].inherited}."

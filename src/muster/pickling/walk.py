@@ -43,7 +43,7 @@ class Walk:
     """Everything that can be reached from ``parts``, nearest first.
 
     inherited: follows what a forked process sees (also the globals of importable functions), not just what is pickled.
-    Stops after ``limit_s`` seconds; ``complete`` says whether the walk reached the end.
+    Stops after ``limit_s`` seconds.
     """
 
     def __init__(self, parts: Mapping[str, Any], *, limit_s: float, inherited: bool = False) -> None:
@@ -53,7 +53,6 @@ class Walk:
         self._reached: dict[int, tuple[Any, int | None, str]] = {}
         self._layouts: dict[type, _ClassLayout] = {}
         self.parts = parts
-        self.complete = False
 
     def __iter__(self) -> Iterator[Any]:
         """Each object once, roots first."""
@@ -69,7 +68,6 @@ class Walk:
                     queue.append(value)
                 if time.monotonic() > self._deadline:
                     return
-        self.complete = True
 
     def trail(self, value: Any) -> list[Edge]:
         """The way from a root to ``value``: each object on it, with its path. [] if the walk did not reach it."""

@@ -19,7 +19,7 @@ from muster.arguments import whole
 from muster.errors import ConfigError, RecipeError
 from muster.introspection import callable_name, place_of
 from muster.lazy_values import LazyValues
-from muster.pickling import MAKE_VEC, UserCall, check_inheritable, current_call, dumps, find_shared, not_rebuilt, takes
+from muster.pickling import MAKE_VEC, UserCall, current_call, dumps, find_shared, not_rebuilt, takes
 from muster.pickling.main_module import Init, run_once
 from muster.pickling.shared_pickling import receiving
 from muster.pickling.travel import Unpickler
@@ -241,14 +241,6 @@ def _loaded(load: Callable[[], Any], fds: Sequence[int], what: str, instead: str
             return load()
     except Exception as error:
         raise not_rebuilt(f"{what} was sent to the worker, but", error, instead) from error
-
-
-def check_forkable(recipes: Sequence[Recipe], init: Init | None = None) -> None:
-    """Raises CannotTravel if the recipes hold what a forked process must not inherit: ZeroMQ, held locks, threads, ...
-
-    Warns about what the process may inherit but cannot use safely: open files and sockets, ...
-    """
-    check_inheritable(_parts_of(recipes, init), recipes[0].call)
 
 
 def shared_by(recipes: Sequence[Recipe], init: Init | None = None, *, by_fork: bool) -> str:

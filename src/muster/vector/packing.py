@@ -14,7 +14,7 @@ from muster.pool.environment import Changes, WorkerEnv, first_changes
 from muster.pool.notices import say_once
 from muster.pool.resources import MAY_SHARE
 from muster.pool.set_up import ChosenInit
-from muster.recipes.recipe import Recipe, check_forkable, shared_by
+from muster.recipes.recipe import Recipe, shared_by
 from muster.recipes.recipe_kinds import kinds_of
 from muster.vector.side_by_side import try_side_by_side
 
@@ -97,14 +97,10 @@ def _why_apart(
 
     Envs of one kind differ in numbers and strings alone, see `kinds_of`. No trial is made with objects that the caller
     uses, too: it would leave its items in the caller's queues, and locks held where it is ended.
-    Raises CannotTravel where forked workers must not inherit the recipes.
     """
-    by_fork = context == "fork"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come once more, when workers start
-        if by_fork:
-            check_forkable(recipes, init.function)
-        if shared := shared_by(recipes, init.function, by_fork=by_fork):
+        if shared := shared_by(recipes, init.function, by_fork=context == "fork"):
             return f"the envs share {shared} with this process: not tried"
     kinds = kinds_of(recipes, _MOST_KINDS)
     if kinds is None:

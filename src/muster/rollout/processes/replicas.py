@@ -108,7 +108,7 @@ class Replicas:
         limits: Limits,
         processes: Processes,
     ) -> PoolPlan:
-        """Raises CannotTravel, and what `check_forkable` raises."""
+        """Raises CannotTravel."""
         set_up = SetUp.of_this_process(processes.init)
         processes = replace(
             processes,
