@@ -314,7 +314,7 @@ class UnknownMessage(MusterError, TypeError):
 
 
 class LimitReached(MusterError, OSError):
-    """A limit of this process, its user or its container leaves no room for what workers need; the message names it."""
+    """A limit of this process, its user or its container leaves no room for what workers need."""
 
     page = "problems/many-processes"
 

@@ -115,42 +115,29 @@ def test_options_that_need_a_target_say_so(arguments: list[str], words: str) -> 
     assert words in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_a_cgroup_limits_cores_memory_and_threads(only: Only, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_and_pids = {"cpu.max": "150000 100000", "pids.max": "40", "pids.current": "10"}
-    memory_files = {"memory.max": "400000000", "memory.current": "100000000", "memory.stat": "anon 5"}
-    for name, text in (cpu_and_pids | memory_files).items():
+def test_a_cgroup_limits_cores_and_memory(only: Only, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "cpu.max": "150000 100000",
+        "memory.max": "400000000",
+        "memory.current": "100000000",
+        "memory.stat": "anon 5",
+    }
+    for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(resources, "CGROUP", tmp_path)
     monkeypatch.setattr(resources, "_own_cgroup", lambda: tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 32)
-    cores, memory, limits = only("cores"), only("memory"), only("limits")
+    cores, memory = only("cores"), only("memory")
     assert cores.text == "64 logical CPUs on 32 cores; the cgroup allows the time of 1.5"
     assert cores.meaning.startswith("make_vec starts 2 workers")
     assert memory.text.startswith("300 MB of the cgroup's memory.max=400000000; ")
     assert memory.severity == "warns"
-    assert "30 more threads of the cgroup's pids.max=40" in limits.text
-    assert limits.meaning.startswith("enough for about 10 workers")
-    (tmp_path / "pids.current").write_text("39\n")
-    assert only("limits").severity == "warns"
-
-
-def test_version_1_of_cgroups_limits_threads_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pids" / "box").mkdir(parents=True)
-    (tmp_path / "pids" / "box" / "pids.max").write_text("30\n")
-    (tmp_path / "pids" / "box" / "pids.current").write_text("10\n")
-    monkeypatch.setattr(resources, "CGROUP", tmp_path)
-    read = resources.read_text
-    monkeypatch.setattr(
-        resources, "read_text", lambda path: "8:pids:/box\n" if path == Path("/proc/self/cgroup") else read(path)
-    )
-    assert resources.threads_left() == (20, "of the cgroup's pids.max=30")
 
 
 def test_open_files_limit_the_workers(only: Only, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 8)
-    monkeypatch.setattr(machine, "threads_left", lambda: None)
     soft = len(os.listdir("/proc/self/fd")) + 32
     with limited(resource.RLIMIT_NOFILE, soft):
         limits = only("limits")
@@ -159,24 +146,12 @@ def test_open_files_limit_the_workers(only: Only, monkeypatch: pytest.MonkeyPatc
     assert limits.meaning.startswith("enough for about 5 workers")
 
 
-def test_a_user_may_have_few_threads(only: Only, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-    monkeypatch.setattr(machine, "threads_left", lambda: None)
-    with limited(resource.RLIMIT_NPROC, 300):
-        limits = only("limits")
-    assert "300 threads of this user (ulimit -u)" in limits.text
-    assert limits.meaning.startswith("enough for about 100 workers")
-
-
 def test_a_worker_takes_what_the_limits_are_divided_by() -> None:
     held = {}
     for num_workers in (1, 3):
         with muster.make_vec("CartPole-v1", 3, num_workers=num_workers) as envs:
             envs.reset()
             held[num_workers] = len(os.listdir("/proc/self/fd"))
-            pids = {worker["pid"] for worker in envs.stats()["workers"]}
-            threads = [len(os.listdir(f"/proc/{pid}/task")) for pid in pids]
-        assert threads == [machine.THREADS_PER_WORKER] * num_workers
     assert held[3] - held[1] == 2 * machine.FDS_PER_WORKER
     others = 3  # that what else runs in this process may open meanwhile
     needed = len(os.listdir("/proc/self/fd")) + machine.OTHER_FDS + 3 * machine.FDS_PER_WORKER + others

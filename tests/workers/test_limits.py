@@ -1,4 +1,4 @@
-"""Limits of processes, threads, files and sizes: errors name the limit, its use and a remedy, in no env's name."""
+"""Limits of processes, threads, files and sizes: errors say what failed and where the limits are, in no env's name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import os
 import re
 import resource
 import signal
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -57,6 +54,7 @@ def say(attempt):
 
 name, number, context = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 """
+NO_MORE = r"Resource temporarily unavailable\. .*`ulimit -a` and pids\.max .* Allow more, or ask for fewer workers"
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 
 
@@ -67,66 +65,15 @@ def said(program: str, *arguments: Any, **options: Any) -> str:
 
 @needs_root
 @pytest.mark.parametrize("context", ["forkserver", "fork", "thread", *slow("spawn")])
-def test_a_limit_of_a_users_processes_is_named(context: str) -> None:
+def test_a_limit_of_a_users_processes_is_told(context: str) -> None:
     out = said("limit(name, number); say(lambda: make(context, 12))", "NPROC", 9, context)
-    assert re.match(r"LimitReached .*worker \d+ .*, of 12, could not start: this user may run 9 processes and ", out), (
-        out
-    )
-    assert re.search(r"threads \(RLIMIT_NPROC, `ulimit -u`\), and runs \d+\. Allow more, or ask for fewer workers", out)
+    assert re.match(rf"LimitReached .*worker \d+ .*, of 12, could not start: {NO_MORE}", out), out
 
 
 @needs_root
 def test_a_worker_that_can_start_no_thread_blames_no_env() -> None:
     out = said("limit(name, number); say(lambda: make(context, 1))", "NPROC", 2, "fork")
-    assert re.search(r"WorkerDied .*\nLikely cause: it could start no thread: this user may run 2 processes", out), out
-    assert "Resource temporarily" not in out
-
-
-@needs_root
-def test_an_env_has_the_hint_where_no_thread_can_start_and_nowhere_else() -> None:
-    program = """
-import _thread
-import gymnasium as gym
-
-class Threads(gym.Env):
-    observation_space = action_space = gym.spaces.Discrete(2)
-    def reset(self, *, seed=None, options=None):
-        return 0, {}
-    def step(self, action):
-        held = _thread.allocate_lock()
-        held.acquire()
-        while action:
-            _thread.start_new_thread(held.acquire, ())
-        raise RuntimeError("as asked")
-
-limit(name, number)
-ctypes.CDLL(None).prctl(15, b"\\xff")  # PR_SET_NAME: no UTF-8
-with muster.make_vec(Threads, 1, backend="serial") as envs:
-    envs.reset()
-    say(lambda: envs.step([0]))
-    while len(os.listdir("/proc/self/task")) > 1:  # one that was tried for the hint, and that the kernel still counts
-        pass
-    say(lambda: envs.step([1]))
-"""
-    by_itself, refused = said(program, "NPROC", 3, "").split("EnvError ")[1:]
-    assert re.search("RuntimeError: as asked", by_itself)
-    assert "RLIMIT_NPROC" not in by_itself
-    words = r"can't start new thread\n(.|\n)*this user may run 3 .*RLIMIT_NPROC.* and runs 3\."
-    assert re.search(words, refused), refused
-
-
-@pytest.mark.parametrize(("name", "field", "option"), [("AS", "VmSize", "v"), ("DATA", "VmData", "d")])
-def test_a_limit_of_memory_that_refuses_a_thread_is_named(name: str, field: str, option: str) -> None:
-    program = f"""
-import threading
-threading.stack_size(1 << 26)
-(held,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("{field}:"))
-limit(name, number + held * 1024)
-say(lambda: make("thread", 1))
-"""
-    out = said(program, name, 1 << 25, "")
-    words = rf"hold \d+ bytes of memory \(RLIMIT_{name}, `ulimit -{option}`\), and holds \d+\. Allow more"
-    assert re.match(rf"LimitReached .*worker 0 .*, of 1, could not start: this process may {words}", out), out
+    assert re.search(rf"WorkerDied .*\nLikely cause: it could start no thread: {NO_MORE}", out), out
 
 
 @needs_root
@@ -139,7 +86,7 @@ os.kill(envs.stats()["workers"][1]["pid"], 9)
 say(lambda: envs.step([0, 0]))
 """
     out = said(program, "NPROC", 1, "fork")
-    assert re.match(r"LimitReached .*worker 1 .*, of 2, could not start: this user may run 1 processes", out), out
+    assert re.match(rf"LimitReached .*worker 1 .*, of 2, could not start: {NO_MORE}", out), out
 
 
 @pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
@@ -150,7 +97,7 @@ def test_a_worker_that_its_launcher_cannot_start_ends_no_other(context: str) -> 
         soft, hard = resource.prlimit(launcher, resource.RLIMIT_NOFILE)
         resource.prlimit(launcher, resource.RLIMIT_NOFILE, (10, hard))
         try:
-            with pytest.raises(LimitReached, match=r"worker 0 .*, of 2, could not start: .*RLIMIT_NOFILE"):
+            with pytest.raises(LimitReached, match=r"worker 0 .*, of 2, could not start: Too many open files"):
                 muster.make_vec("CartPole-v1", 2, num_workers=2, context=context)
         finally:
             resource.prlimit(launcher, resource.RLIMIT_NOFILE, (soft, hard))
@@ -160,7 +107,7 @@ def test_a_worker_that_its_launcher_cannot_start_ends_no_other(context: str) -> 
 @pytest.mark.parametrize("context", ["forkserver", *slow("fork", "spawn")])
 def test_a_limit_of_the_size_of_files_is_named(context: str) -> None:
     out = said("limit(name, number); say(lambda: make(context, 2))", "FSIZE", 1000, context)
-    assert re.match(r"LimitReached .*: a file may have 1000 bytes \(RLIMIT_FSIZE\), .*`ulimit -f unlimited`", out), out
+    assert re.match(r"LimitReached .*: File too large\. .*`ulimit -a`", out), out
 
 
 def test_objects_and_errors_of_all_envs_arrive_where_the_size_of_files_is_limited() -> None:
@@ -187,8 +134,8 @@ with muster.make_vec(Speaker, 2, num_workers=2, context=context) as envs:
     assert re.fullmatch(
         r"\['a' 'b'\]\nworked\n"
         r"EnvError env 1 \(worker 1, step 1\): ValueError: as asked\n(.|\n)*"
-        r"EnvError env 1 (.|\n)*a file may have 262144 bytes \(RLIMIT_FSIZE\)(.|\n)*"
-        r"\nLimitReached .*the action of env 1 could not be sent: a file may have 262144 bytes \(RLIMIT_FSIZE\).*\n"
+        r"EnvError env 1 (.|\n)*File too large(.|\n)*"
+        r"\nLimitReached .*the action of env 1 could not be sent: File too large.*\n"
         r"More: docs/problems/many-processes.md\n",
         out,
     ), out
@@ -202,37 +149,7 @@ def test_collectors_name_limits_too(name: str, number: int) -> None:
     options = 'None, frames_per_batch=64, num_collectors=8, num_envs=8, context="fork"'
     program = f'limit(name, number); say(lambda: muster.MultiCollector("CartPole-v1", {options}))'
     out = said(program, name, number, "", imports=programs.TORCH)
-    assert re.match(rf"LimitReached .*RLIMIT_{name}", out), out
-
-
-@pytest.fixture
-def small_cgroup() -> Iterator[Path]:
-    """A cgroup for 8 processes and threads, of version 1 or 2."""
-    parents = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
-    group = next((one for one in parents if (one / "cgroup.procs").exists()), parents[0]) / f"muster-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    try:
-        if not (group / "pids.max").exists():
-            pytest.skip(f"the cgroups in {group.parent} limit no processes")
-        (group / "pids.max").write_text("8")
-        yield group
-    finally:
-        while (group / "cgroup.procs").read_text():
-            time.sleep(0.01)
-        group.rmdir()
-
-
-@pytest.mark.parametrize("context", ["forkserver", *slow("fork")])
-def test_a_limit_of_a_cgroups_processes_is_named(context: str, small_cgroup: Path) -> None:
-    enter = "open(name + '/cgroup.procs', 'w').write(str(os.getpid()))"
-    out = said(f"{enter}; say(lambda: make(context, 12))", small_cgroup, 0, context)
-    assert re.match(r"LimitReached .*worker \d+ .*, of 12, could not start: |WorkerDied .*\nLikely cause: ", out), out
-    assert re.search(
-        r"this cgroup may run 8 processes and threads \(pids\.max, .*\), and runs \d+\. Allow more", out
-    ), out
+    assert re.match(r"LimitReached .*`ulimit -a`", out), out
 
 
 class Greedy(gym.Env[Any, Any]):
@@ -261,9 +178,9 @@ class Greedy(gym.Env[Any, Any]):
         (
             0,
             EnvError,
-            r"env 0 .*OSError: .*\n(.*\n)*this process may open 40 files \(RLIMIT_NOFILE\), and has opened 40",
+            r"env 0 .*OSError: .*\n(.*\n)*Too many open files\. .*`ulimit -a`",
         ),
-        (1, WorkerDied, r"SIGXFSZ(.|\n)*Likely cause: a file may not grow beyond RLIMIT_FSIZE"),
+        (1, WorkerDied, r"SIGXFSZ(.|\n)*Likely cause: a file has grown beyond the limit"),
     ],
 )
 def test_what_an_env_does_beyond_a_limit_names_the_limit(action: int, error: Any, words: str) -> None:

@@ -19,15 +19,13 @@ from muster.doctor.diagnosis import Finding, Severity, size
 from muster.doctor.findings import about_start_methods
 from muster.extras import installed_version, is_older
 from muster.hosts.trial import TrialOutcome
-from muster.pool.resources import cpu_quota, memory_left, read_text, threads_left, threads_of_user, usable_cores
+from muster.pool.resources import cpu_quota, memory_left, read_text, usable_cores
 from muster.recipes.recipe import make_recipes
 
 PROC, DEV = Path("/proc"), Path("/dev")
 
-# A worker takes open files of the caller, and threads of what a user or a cgroup may have. The other files are for the
-# slab, the mail, the log records, the launcher, and while a worker starts.
+# Open files of the caller: for each worker; and for the slab, the mail, the log records, the launcher, and a start.
 FDS_PER_WORKER = 5
-THREADS_PER_WORKER = 3
 OTHER_FDS = 7
 _LITTLE_MEMORY = 500_000_000
 _LITTLE_SHM = 64 << 20  # docker's default
@@ -139,24 +137,13 @@ def _about_gpu() -> Fact:
 
 
 def _about_limits() -> Fact:
-    files, threads = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
-    in_cgroup = threads_left()
-    texts, rooms = [], []
-    if files != resource.RLIM_INFINITY:
-        texts.append(f"{files:,} open files (ulimit -n)")
-        rooms.append((files - len(os.listdir("/proc/self/fd")) - OTHER_FDS) // FDS_PER_WORKER)
-    if threads != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
-        texts.append(f"{threads:,} threads of this user (ulimit -u)")
-        rooms.append((threads - threads_of_user()) // THREADS_PER_WORKER)
-    if in_cgroup is not None:
-        texts.append(f"{in_cgroup[0]:,} more threads {in_cgroup[1]}")
-        rooms.append(in_cgroup[0] // THREADS_PER_WORKER)
-    if not rooms:
-        return Fact("good", "limits", "none on open files and threads")
-    room = max(0, min(rooms))
-    meaning = f"enough for about {room:,} workers: {FDS_PER_WORKER} files and {THREADS_PER_WORKER} threads each"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY:
+        return Fact("good", "limits", "none on open files")
+    room = max(0, (files - len(os.listdir("/proc/self/fd")) - OTHER_FDS) // FDS_PER_WORKER)
+    meaning = f"enough for about {room:,} workers; others are in `ulimit -a` and the cgroup's pids.max"
     severity: Severity = "warns" if room < usable_cores() else "good"
-    return Fact(severity, "limits", ", ".join(texts), meaning=meaning)
+    return Fact(severity, "limits", f"{files:,} open files (ulimit -n)", meaning=meaning)
 
 
 def _about_starts() -> list[Fact]:

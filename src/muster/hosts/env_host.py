@@ -19,7 +19,7 @@ from muster.hosts.requests import HostOptions, Restart
 from muster.introspection import type_name
 from muster.pickling import find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
-from muster.pool.resources import limit_behind, own_memory_bytes
+from muster.pool.resources import limit, own_memory_bytes
 from muster.pool.set_up import about_script
 from muster.pool.watch import Activity
 from muster.pool.worker import seed_globals
@@ -354,7 +354,7 @@ class EnvHost:
         advice = "" if isinstance(error, MusterError) else self._hint(i)
         in_process = "" if self.dumps is None or not self.recipes else self.recipes[i].call.in_process
         of_gym = about_gym(self.envs[i]) if isinstance(error, TypeError) and self.envs else ""
-        hints = advice, about_script(error, begins=not step), limit_behind(error), _about(error, in_process), of_gym
+        hints = advice, about_script(error, begins=not step), _about(error, in_process), of_gym
         return Failure.of(
             error,
             self.numbers[i] if self.numbers else self.first_env + i,
@@ -381,7 +381,9 @@ def _about(error: BaseException, in_process: str) -> str:
         own = "Add muster.get_worker_info().unique_index to the port, and each env has its own."
         taken = "If the env does that, another program listens there: begin at another number, or bind port 0."
         return f"Another env, or another program, listens there. {own} {taken}{more('problems/ports-and-devices')}"
-    return more("tasks/restarts").strip() if isinstance(error, SystemExit) else ""
+    if isinstance(error, SystemExit):
+        return more("tasks/restarts").strip()
+    return limit(number) if isinstance(error, OSError) and not isinstance(error, BlockingIOError) else ""
 
 
 class _Permitted:

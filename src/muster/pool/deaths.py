@@ -76,7 +76,7 @@ def likely_cause(exit_code: int | None) -> str:
     if exit_code == EXIT_NO_THREADS:
         return f"it could start no thread: {limit(errno.EAGAIN)}."
     if exit_code == -signal.SIGXFSZ:
-        return f"{limit(errno.EFBIG) or 'a file may not grow beyond RLIMIT_FSIZE, which the worker has set itself'}."
+        return "a file has grown beyond the limit of its size (`ulimit -f`)."
     if exit_code == -signal.SIGKILL:
         if _out_of_memory_kills():
             return "out of memory: the kernel has killed a process of this cgroup. Use fewer workers or envs."

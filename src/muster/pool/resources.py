@@ -7,9 +7,7 @@ import errno
 import itertools
 import math
 import os
-import resource
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +16,6 @@ from typing import NamedTuple
 
 from muster.errors import LimitReached, NotEnoughMemory
 from muster.introspection import caller_stacklevel
-from muster.pickling.probe import starts
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -70,96 +67,29 @@ def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
     """The cgroups whose memory limits count here: folder, and the names of limit, usage and idle page cache."""
     for folder in _up_to(CGROUP, _own_cgroup()):
         yield folder, "memory.max", "memory.current", "inactive_file"
-    for folder in _folders_v1("memory"):
-        yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    for line in read_text(Path("/proc/self/cgroup")).splitlines():  # version 1
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            for folder in _up_to(CGROUP / "memory", CGROUP / "memory" / path.lstrip("/")):
+                yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 
 
-def threads_left() -> tuple[int, str] | None:
-    """Threads that the cgroup lets its processes start, and what sets that limit; None where nothing does."""
-    limits = [(max(0, most - current), f"of the cgroup's pids.max={most}") for most, current in _pids_cgroups()]
-    return min(limits, default=None)
-
-
-def _pids_cgroups() -> Iterator[tuple[int, int]]:
-    """The most threads of each cgroup that limits them, and how many there are."""
-    for folder in (*_up_to(CGROUP, _own_cgroup()), *_folders_v1("pids")):
-        most, current = (read_text(folder / f"pids.{name}").strip() for name in ("max", "current"))
-        if most.isdigit() and current.isdigit():
-            yield int(most), int(current)
+_OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EFBIG)
 
 
 def limit(number: int | None) -> str:
-    """The limit behind an error of the kernel, with its use and a remedy; else empty. number: the errno."""
-    if number == errno.EMFILE:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        try:
-            count = len(os.listdir("/proc/self/fd"))
-        except OSError:  # not one more can be opened
-            count = most
-        return (
-            f"this process may open {most} files (RLIMIT_NOFILE), and has opened {count}; each worker needs 5. Allow "
-            "more (`ulimit -n`), or ask for fewer workers"
-        )
-    if number == errno.ENFILE:
-        opened, _, ceiling = read_text(Path("/proc/sys/fs/file-nr")).split() or ("?", "", "?")
-        return f"this machine may open {ceiling} files (fs.file-max), and has opened {opened}; close other programs"
-    if number == errno.EFBIG and (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
-        return (
-            f"a file may have {most} bytes (RLIMIT_FSIZE), and the memory that processes share is files. Allow more "
-            "(`ulimit -f unlimited`)"
-        )
-    return _limit_of_threads() if number == errno.EAGAIN else ""
-
-
-def limit_behind(error: BaseException) -> str:
-    """As `limit`, for an exception of any code. Where that may have been refused a thread, one is tried."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number == errno.EAGAIN or type(error) is RuntimeError:  # by which Python says that it can start no thread
-        return "" if starts(threading.Thread(target=int, daemon=True)) else limit(errno.EAGAIN)
-    return limit(number)
-
-
-def _limit_of_threads() -> str:
-    """The limit that leaves the fewest processes and threads, for `limit`."""
-    tasks = 1, "run", "processes and threads"
-    limits = [(*found, "this cgroup", *tasks, "pids.max, `docker run --pids-limit`") for found in _pids_cgroups()]
-    files = "sys/kernel/threads-max", "loadavg", "sys/vm/max_map_count"
-    all_threads, running, most_maps = (read_text(Path("/proc") / name) for name in files)
-    if all_threads and running:
-        runs = int(running.split("/")[1].split()[0])
-        limits.append((int(all_threads), runs, "this machine", *tasks, "kernel.threads-max"))
-    if most_maps:
-        with open("/proc/self/maps", "rb") as maps:  # line by line: there may be no memory for all
-            holds = sum(1 for _ in maps)
-        limits.append((int(most_maps), holds, "this process", 2, "hold", "memory mappings", "vm.max_map_count"))
-    stack_bytes = max(threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0], 1 << 21)
-    fields = dict(line.split(":", 1) for line in read_text(Path("/proc/self/status")).splitlines())
-    for name, field, option in (("AS", "VmSize", "v"), ("DATA", "VmData", "d")):
-        if (most := resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]) != resource.RLIM_INFINITY:
-            memory = stack_bytes, "hold", "bytes of memory", f"RLIMIT_{name}, `ulimit -{option}`"
-            limits.append((most, int(fields[field].split()[0]) * 1024, "this process", *memory))
-    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if most != resource.RLIM_INFINITY and ((count := threads_of_user()) <= most or os.getuid() != 0):
-        limits.append((most, count, "this user", *tasks, "RLIMIT_NPROC, `ulimit -u`"))  # root may often start more
-    if not limits:
-        return "the kernel starts no more processes and threads. Ask for fewer workers"
-    most, count, whose, _, does, what, where = min(limits, key=lambda one: (one[0] - one[1]) // one[3])
-    return f"{whose} may {does} {most} {what} ({where}), and {does}s {count}. Allow more, or ask for fewer workers"
-
-
-def threads_of_user() -> int:
-    """Threads of this user that run now: they count against ``ulimit -u``."""
-    count = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        fields = dict(line.split(":", 1) for line in read_text(folder / "status").splitlines())
-        if fields and int(fields["Uid"].split()[0]) == os.getuid():
-            count += int(fields["Threads"])
-    return count
+    """The sentence about an error of the kernel that a limit causes; else empty. number: the errno."""
+    if number not in _OF_LIMITS:
+        return ""
+    return (
+        f"{os.strerror(number)}. A limit of this process, its user, its container or the machine is reached: see "
+        "`ulimit -a` and pids.max of the cgroup. Allow more, or ask for fewer workers"
+    )
 
 
 @contextlib.contextmanager
 def naming_limits(failed: str) -> Iterator[None]:
-    """Has an error of the body name the limit that it comes from: LimitReached. failed: what has failed, in words."""
+    """Has an error of the body say that it comes from a limit: LimitReached. failed: what has failed, in words."""
     try:
         yield
     except LimitReached:
@@ -173,16 +103,6 @@ def naming_limits(failed: str) -> Iterator[None]:
 def limit_reached(number: int, failed: str) -> LimitReached:
     """The error of `naming_limits` where no system call has said that code itself."""
     return LimitReached(number, f"{failed}: {limit(number)}")
-
-
-def _folders_v1(controller: str) -> list[Path]:
-    """The cgroups of version 1 whose limits count here, of one controller."""
-    folders: list[Path] = []
-    for line in read_text(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            folders += _up_to(CGROUP / controller, CGROUP / controller / path.lstrip("/"))
-    return folders
 
 
 def _up_to(top: Path, folder: Path) -> list[Path]:
