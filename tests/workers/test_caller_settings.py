@@ -1,13 +1,10 @@
-"""Settings of the caller that workers have, too: NumPy's errors, torch's dtype, the recursion limit, filters."""
+"""Settings of the caller that workers have, too: NumPy's errors, torch's dtype, the recursion limit."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +25,7 @@ logged: list[str] = []
 
 
 class Sensor(Counter):
-    """Fails, warns and counts in its constructor and in `look`, and keeps what came of it."""
+    """Fails and counts in its constructor and in `look`, and keeps what came of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,12 +37,8 @@ class Sensor(Counter):
             divided = "went on"
         except FloatingPointError:
             divided = "raised"
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.warn("noise of the sensor", stacklevel=1)
-            warnings.warn("drift of the sensor", UserWarning, stacklevel=1)
         return {
             "divided": divided,
-            "warned": [str(one.message) for one in caught],
             "recursion": sys.getrecursionlimit(),
             "errors": dict(np.geterr()),
         }
@@ -58,9 +51,7 @@ def note(error: str, flag: int) -> None:
 @pytest.fixture
 def _settings() -> Iterator[None]:
     limit = sys.getrecursionlimit()
-    with np.errstate(divide="raise", under="warn"), warnings.catch_warnings():
-        warnings.filterwarnings("always")
-        warnings.filterwarnings("ignore", "noise")
+    with np.errstate(divide="raise", under="warn"):
         sys.setrecursionlimit(limit + 3000)
         yield
         sys.setrecursionlimit(limit)
@@ -70,7 +61,7 @@ def _settings() -> Iterator[None]:
 @pytest.mark.usefixtures("_settings")
 def test_an_env_finds_the_callers_settings(way: dict[str, Any]) -> None:
     here = Sensor().look()
-    assert (here["divided"], here["warned"]) == ("raised", ["drift of the sensor"])
+    assert here["divided"] == "raised"
     with muster.make_vec(Sensor, 2, num_workers=None if way.get("backend") == "serial" else 1, **way) as envs:
         for built, now in zip(envs.get_attr("built"), envs.call("look"), strict=True):
             assert built == now == here
@@ -114,83 +105,6 @@ class Unsendable(Log):
 
 def read_log() -> list[str]:
     return logged
-
-
-LIBRARY = """
-import warnings
-
-class Drift(UserWarning):
-    class Inner(UserWarning):
-        pass
-
-warnings.warn("it is old", DeprecationWarning)
-
-def drift():
-    warnings.warn("ignored", Drift)
-    warnings.warn("ignored", Drift.Inner)
-    warnings.warn("raised", DeprecationWarning)
-"""
-
-
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    (tmp_path / "drifting.py").write_text(LIBRARY)
-    monkeypatch.syspath_prepend(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library = importlib.import_module("drifting")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=library.Drift)
-        warnings.filterwarnings("ignore", category=library.Drift.Inner)
-        yield library
-    del sys.modules["drifting"]
-
-
-def warn(env: Any, index: int) -> str:
-    try:
-        importlib.import_module("drifting").drift()
-    except DeprecationWarning as warning:
-        return str(warning)
-    return "nothing"
-
-
-def test_a_filter_makes_no_error_of_a_warning_of_what_the_caller_has_imported_before(library: Any) -> None:
-    with muster.make_vec(functools.partial(Using, library.drift), 1) as envs:
-        assert envs.call(warn) == ("raised",)
-
-
-class Using(Counter):
-    def __init__(self, what: Any) -> None:
-        super().__init__()
-
-
-@pytest.mark.usefixtures("library")
-def test_a_filter_for_a_category_holds_once_its_module_is_imported() -> None:
-    with muster.make_vec(Counter, 1) as envs:
-
-        def import_late(env: Any, index: int) -> bool:
-            is_new = "drifting" not in sys.modules
-            with pytest.raises(DeprecationWarning, match="it is old"):
-                importlib.import_module("drifting")
-            warnings.filterwarnings("ignore", "it is old")
-            return is_new
-
-        assert envs.call(import_late) == (True,)
-        assert envs.call(warn) == ("raised",)
-
-
-def test_a_filter_that_makes_errors_of_warnings_ends_no_import_of_box2d() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        envs = muster.make_vec("LunarLander-v3", 1)
-    with envs:
-
-        def warn(env: Any, index: int) -> Any:
-            with pytest.raises(UserWarning, match="still one"):
-                warnings.warn("still one", UserWarning, stacklevel=1)
-
-        envs.call(warn)
 
 
 class MakesTensors(Counter):

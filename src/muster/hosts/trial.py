@@ -230,8 +230,8 @@ class Trials:
         )
         try:
             with starts_unsaid(), warnings.catch_warnings():
-                # The new process has these filters, too. Of a fork Python warns since locks that other threads hold
-                # stay held there: a trial that needs one of these locks hangs, and is ended.
+                # Of a fork Python warns since locks that other threads hold stay held there: a trial that needs one of
+                # these locks hangs, and is ended.
                 warnings.simplefilter("ignore")
                 pool.start()
             asked = pool.round()

@@ -256,7 +256,6 @@ class Worker:
     def _unpacked(self, order: StartOrder, here: Here, kind: type[Resident]) -> Any:
         """The plan, rebuilt after `worker_init` was called, if that came with it."""
         assert order.inherited is not None
-        assert order.set_up is not None
         self._channel.send(Unpacking(done=False))
         here.fds = take_over(order.inherited, self._channel.take_fds())
         here.big_arrays = map_big_arrays(self._fds["arrays"], order.big_arrays)
@@ -265,7 +264,6 @@ class Worker:
             os.close(fd)
         here.fds, here.big_arrays = (), ()
         self._channel.send(Unpacking(done=True))
-        order.set_up.complete()
         return plan
 
     def _initialise(self, init: Init) -> None:

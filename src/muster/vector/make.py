@@ -124,8 +124,8 @@ def make_vec(
         for what a script sets up beside its own classes, functions and globals, which travel: patched libraries,
         aliases in ``sys.modules``, registries. "script": each worker runs the script's top level instead, as
         multiprocessing does; the script needs a main guard. A worker that replaces another one does the same. NumPy's
-        error handling (``np.seterr``), torch's default dtype, the recursion limit and warning filters are copied
-        anyway. Where this process steps envs (serial, thread, `caller_steps`) it calls the function once, too; the
+        error handling (``np.seterr``), torch's default dtype and the recursion limit are copied anyway; warning filters
+        are not. Where this process steps envs (serial, thread, `caller_steps`) it calls the function once, too; the
         script has run here already.
     memory_check: what to do if the envs in worker processes will not fit into the memory that the cgroup or the
         machine has left, estimated from the first ones that were built, or once less than a tenth of that is left while
