@@ -156,18 +156,14 @@ class MultiCollector(BatchSource):
         self.policy = policy
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
         self._num_collectors = num_collectors = whole("num_collectors", num_collectors, 1)
-        limits = Limits(
-            *(start_timeout, collect_timeout, close_timeout, on_failure, max_restarts), nouns=collector_nouns(())
-        )
+        limits = Limits(start_timeout, collect_timeout, close_timeout, on_failure, max_restarts, collector_nouns(()))
         processes = Processes(context, threads_per_collector, worker="collector")
         recipes = _understood(envs, num_envs, num_collectors, make_vec_options, far=cluster is not None)
-        processes = _with_users(processes, num_collectors, make_vec_options or {})
+        how = sync, limits, _with_users(processes, num_collectors, make_vec_options or {})
         for_each = {"reset_at_each_iter": reset_at_each_iter, "exploration": exploration, **self._limits}
         for_each |= {"policy_device": device if policy_device is None else policy_device}
         for_each |= {"initial_state": dict(initial_state or {})}
-        self._collectors = self._begin(
-            envs, recipes, make_vec_options, policy_factory, sync, limits, processes, for_each
-        )
+        self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, *how, for_each)
 
     def _begin(
         self,
