@@ -114,7 +114,7 @@ _LAYERS = (
         "sample_envs",
         "pool_residents",
     ),
-    (*programs.TORCH, "muster.rollout.processes.replica"),
+    (*programs.TORCH, "muster.rollout.replicas.replica"),
     ("torchrl.envs", "torchrl.collectors", "stable_baselines3"),
 )
 _OF_LAYER = {"torch.": 1, "tensordict.": 1, "muster.rollout.": 1, "muster.nn.": 1, "muster.algorithms.": 1}

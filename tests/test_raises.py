@@ -36,7 +36,7 @@ EXCEPTED: dict[str, tuple[set[str], str]] = {
         {"LauncherLost", "OSError"},
         "stays in the folder: another launcher is started, or the error names its limit",
     ),
-    "rollout/processes/fates.py": (
+    "rollout/replicas/hooks.py": (
         {"ReplicaFailed"},
         "stays in the folder: the learner's side raises the user's error in its place",
     ),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from muster.rollout.cluster.nodes import Node, RayCluster
     from muster.rollout.collector import Collector
     from muster.rollout.multi_collector import MultiCollector
-    from muster.rollout.processes.policy_travel import rebuild_with
+    from muster.rollout.replicas.policy_travel import rebuild_with
     from muster.training.run_policy import load_policy
 
     __version__: str
@@ -51,7 +51,7 @@ _LATER = {
     "RayCluster": "rollout.cluster.nodes",
     "diagnose": "doctor.diagnosing",
     "load_policy": "training.run_policy",
-    "rebuild_with": "rollout.processes.policy_travel",
+    "rebuild_with": "rollout.replicas.policy_travel",
     "train": "command_line.train_call",
 }
 _SUBMODULES = ("algorithms", "interop", "nn", "rollout")

@@ -200,7 +200,7 @@ def test_rebuilt_component_travels_with_the_rest():
         with MultiCollector(CountingEnv, policy, num_collectors=1, frames_per_batch=2) as collector:
             assert (collector.rollout()["action"] == 7).all()
     finally:
-        from muster.rollout.processes import policy_travel
+        from muster.rollout.replicas import policy_travel
 
         policy_travel._factories_of_types.clear()
 

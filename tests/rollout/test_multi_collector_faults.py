@@ -18,7 +18,7 @@ from torch import nn
 from muster.errors import ClosedError, EnvError, SpecMismatch, UsageError, WorkerDied
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
-from muster.rollout.processes.fates import ReplicaFailed
+from muster.rollout.replicas.hooks import ReplicaFailed
 from muster.rollout.storage import Storage
 from slow import slow
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import muster
-from muster.rollout.processes import policy_travel
-from muster.rollout.processes.policy_travel import obstacle_to, pack_policy
-from muster.rollout.processes.shared_weights import SharedWeights
+from muster.rollout.replicas import policy_travel
+from muster.rollout.replicas.policy_travel import obstacle_to, pack_policy
+from muster.rollout.replicas.shared_weights import SharedWeights
 from muster.transport.big_arrays import memfd
 
 

@@ -115,7 +115,7 @@ def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
 
     Imports PyTorch.
     """
-    from muster.rollout.processes.policy_travel import obstacle_to
+    from muster.rollout.replicas.policy_travel import obstacle_to
     from muster.rollout.weights import named_weights
 
     weights = named_weights(policy)

@@ -34,9 +34,9 @@ from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import Filled, collector_nouns
 from muster.rollout.episodes import EPISODE_INFO
-from muster.rollout.processes.policy_travel import PolicyObstacle, obstacle_to
-from muster.rollout.processes.replica_pool import PoolPlan, ReplicaPool
-from muster.rollout.processes.replicas import Replicas
+from muster.rollout.replicas.policy_travel import PolicyObstacle, obstacle_to
+from muster.rollout.replicas.replica_pool import PoolPlan, ReplicaPool
+from muster.rollout.replicas.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
 from muster.vector.checks import values_of

@@ -31,7 +31,7 @@ from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, usable_cores
 from muster.pool.verbs import Answered, Hooks, Lost, Round
 from muster.recipes.recipe import Recipe
-from muster.rollout.processes.shared_weights import SharedWeights, write_all
+from muster.rollout.replicas.shared_weights import SharedWeights, write_all
 from muster.rollout.weights import Copies
 from muster.transport.big_arrays import memfd
 from muster.vector.raisers import original_error

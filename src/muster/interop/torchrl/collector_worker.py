@@ -39,7 +39,7 @@ from muster.introspection import type_name
 from muster.pool.resources import own_memory_bytes
 from muster.pool.set_up import about_script
 from muster.pool.worker import Here
-from muster.rollout.processes.shared_weights import SharedWeights
+from muster.rollout.replicas.shared_weights import SharedWeights
 from muster.rollout.weights import named_weights
 
 _RELEASE_TIMEOUT_S = 2.0

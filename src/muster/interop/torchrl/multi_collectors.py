@@ -29,7 +29,7 @@ from muster.interop.torchrl.collectors import IN_PROCESSES, require_cuda
 from muster.interop.torchrl.given_envs import sharing
 from muster.pickling import UserCall
 from muster.recipes.recipe import Recipe
-from muster.rollout.processes.policy_travel import obstacle_to, pack_policy
+from muster.rollout.replicas.policy_travel import obstacle_to, pack_policy
 from muster.rollout.weights import copies_into, named_weights, require_shapes, weights_by_name
 
 _TIMEOUT_S = 10.0

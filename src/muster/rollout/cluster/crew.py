@@ -23,8 +23,8 @@ from muster.rollout.cluster.member import PING_S, SLICE_S, Member, close_all, te
 from muster.rollout.cluster.node_host import Met, NodePlan, Report, Shared, opened, sealed
 from muster.rollout.cluster.node_probe import compare_versions, missing_text, modules_needed, versions_here
 from muster.rollout.cluster.nodes import shares
-from muster.rollout.processes.fates import ReplicaFailed, seed_after
-from muster.rollout.processes.replica_pool import PoolPlan
+from muster.rollout.replicas.hooks import ReplicaFailed, seed_after
+from muster.rollout.replicas.replica_pool import PoolPlan
 
 _ROOM_S = 10.0
 _SLOW = "Raise start_timeout, or look into what that machine is busy with"

@@ -21,9 +21,9 @@ from muster.rollout.cluster.engine import Engine, Ticket
 from muster.rollout.cluster.member import SLICE_S, Member
 from muster.rollout.cluster.node_host import Image, NodeBatch, Started
 from muster.rollout.collector_set import Filled
-from muster.rollout.processes.batch_memory import BatchLayout
-from muster.rollout.processes.replica_pool import PoolPlan
-from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
+from muster.rollout.replicas.batch_memory import BatchLayout
+from muster.rollout.replicas.replica_pool import PoolPlan
+from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
 
 _STATS_S = 2.0

@@ -13,7 +13,7 @@ from muster.pool.messages import Failed
 from muster.pool.place import Budget, Plan
 from muster.pool.verbs import Hooks, Successor
 from muster.rollout.fields import Array
-from muster.rollout.processes.replica import COUNTS, Begin
+from muster.rollout.replicas.replica import COUNTS, Begin
 
 
 class ReplicaFailed(Exception):
@@ -53,7 +53,7 @@ def seed_after(seed: int | None, *keys: int) -> int | None:
     return None if seed is None else int(np.random.SeedSequence(seed, spawn_key=keys).generate_state(1)[0])
 
 
-class Fates(Hooks):
+class ReplicaHooks(Hooks):
     """What the pool asks its owner, see `Hooks`; the pool's finalizer does not hang on it.
 
     restarts: whether others come.

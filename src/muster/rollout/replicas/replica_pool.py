@@ -25,9 +25,9 @@ from muster.pool.resources import MemoryPlan, figures, naming_limits, usable_cor
 from muster.pool.set_up import NO_INIT, Processes
 from muster.pool.verbs import Answered, Lost, Round
 from muster.rollout.collector_set import Filled
-from muster.rollout.processes.batch_memory import BatchMemory, Block, own, stop_flag
-from muster.rollout.processes.fates import Fates, ReplicaFailed
-from muster.rollout.processes.replica import (
+from muster.rollout.replicas.batch_memory import BatchMemory, Block, own, stop_flag
+from muster.rollout.replicas.hooks import ReplicaFailed, ReplicaHooks
+from muster.rollout.replicas.replica import (
     COUNTS,
     AskFields,
     AskShapes,
@@ -38,12 +38,12 @@ from muster.rollout.processes.replica import (
     Raised,
     ReplicaFields,
 )
-from muster.rollout.processes.shared_weights import SharedWeights, WeightShapes
+from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
 from muster.rollout.weights import Device
 
 # What launchers import for collectors.
-PRELOADS = (*ENV_PRELOADS, "muster.rollout.processes.replica")
+PRELOADS = (*ENV_PRELOADS, "muster.rollout.replicas.replica")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ReplicaPool:
 
     sync: a batch is of all envs; once `threshold` (a number) of the collectors are done, the others stop. Otherwise a
     batch is of one collector's envs, and each collector begins its next batch before its last one is returned.
-    weights_fd: the file of the weights that replicas follow; stays the owner's.  kept: see `Fates`.
+    weights_fd: the file of the weights that replicas follow; stays the owner's.  kept: see `ReplicaHooks`.
     take_logs: see `LogInbox`.
     """
 
@@ -131,11 +131,11 @@ class ReplicaPool:
         self._waiting = [1.0] * len(plan.plans)  # shares of their time
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
-        self._fates = Fates(plan.plans, plan.nouns, plan.limits.restarts, kept)
+        self._hooks = ReplicaHooks(plan.plans, plan.nouns, plan.limits.restarts, kept)
         with naming_limits("the collectors could not start"), standard_fds():
             self._batch_memory = BatchMemory()
         self._pool = Pool(
-            *("muster.rollout.processes.replica:Replica", plan.plans, plan.processes, self._fates, plan.limits),
+            *("muster.rollout.replicas.replica:Replica", plan.plans, plan.processes, self._hooks, plan.limits),
             files={"batches": self._batch_memory.fd, "weights": weights_fd},
             nouns=plan.nouns,
             take_logs=take_logs,
@@ -151,10 +151,10 @@ class ReplicaPool:
         self._pool.start(MemoryPlan(count, count, "error", min(usable_cores(), count)) if count > 1 else None)
         for plan in self._plans:
             plan.big.clear()  # the pool has stored them
-        if not self._fates.restarts:
+        if not self._hooks.restarts:
             self._pool.never_replaces()
         for k, plan in enumerate(self._plans):
-            if any((questions := self._fates.kept.of(plan.envs)).values()):
+            if any((questions := self._hooks.kept.of(plan.envs)).values()):
                 self._pool.post(k, self._pool.sealed(Again(questions)))
         self.reset(seeds, frames)
         first, *others = self._ask_all(AskFields())
@@ -183,11 +183,11 @@ class ReplicaPool:
         self.give_up()
         self._afresh.clear()
         self._frames = [frames // len(self._collectors)] * len(self._collectors)
-        self._fates.seeds = [*seeds]
+        self._hooks.seeds = [*seeds]
         for k, answer in self._ask({k: Begin(seed) for k, seed in enumerate(seeds)}, "in reset").items():
             if isinstance(answer, Raised):
                 self._replace_or_raise(k, answer)
-        self._fates.reasons.clear()
+        self._hooks.reasons.clear()
 
     def ask(self, question: EnvQuestion) -> list[Any]:
         """The answers of all envs, as they left their processes; of a replica that was lost meanwhile None or an error.
@@ -207,10 +207,10 @@ class ReplicaPool:
                     answers[k] = [None] * len(self._plans[k].envs)
             return [one for answer in answers.values() for one in answer]
 
-        return self._fates.kept.while_asking(question, act)
+        return self._hooks.kept.while_asking(question, act)
 
     def stats(self) -> dict[str, Any]:
-        counts = self._fates.counts_so_far()
+        counts = self._hooks.counts_so_far()
         env_steps, _, restarts = counts.sum(axis=0).tolist()
         processes = self._pool.processes()
         workers = [
@@ -275,10 +275,10 @@ class ReplicaPool:
         self.stop()
         for of in (self._batches, self._questions):
             of.wait()
-            if self._fates.restarts:
+            if self._hooks.restarts:
                 self._replace_raised(of)
             of.drop()
-        self._fates.reasons.clear()
+        self._hooks.reasons.clear()
         self._filling.clear()
         self._afresh.update(self._collectors)
 
@@ -328,7 +328,7 @@ class ReplicaPool:
         for _, block in blocks.values():
             stop_flag(block)[0] = 0
         orders = {k: Collect(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()}
-        asked = {k: order for k, order in orders.items() if k not in self._fates.reasons}
+        asked = {k: order for k, order in orders.items() if k not in self._hooks.reasons}
         self._filling |= {k: block for k, (_, block) in blocks.items()}  # first: what has begun can be stopped
         self._batches.ask(asked, "collecting", self._limit, "about to collect")
         self._afresh.difference_update(blocks)
@@ -349,7 +349,7 @@ class ReplicaPool:
                 self._replace_or_raise(k, content)
                 content = None
             elif content is not None:
-                self._fates.counts[k], self._waiting[k] = content.counts, content.waiting
+                self._hooks.counts[k], self._waiting[k] = content.counts, content.waiting
             done.append((k, block, content))
         return done
 
@@ -363,7 +363,7 @@ class ReplicaPool:
         name = self._nouns.name(collector)
         if collected is None:
             storage.blank(part)
-            reason = self._fates.reasons.pop(collector)
+            reason = self._hooks.reasons.pop(collector)
             notes.append(f"{name} was replaced, and its part of this batch is masked. What had happened: {reason}")
             return 0
         if collected.lost:
@@ -386,15 +386,15 @@ class ReplicaPool:
 
     def _replace_or_raise(self, collector: int, raised: Raised) -> None:
         """Has another process take the place of a replica that has raised, where that may help."""
-        if raised.is_final or not self._fates.restarts:
+        if raised.is_final or not self._hooks.restarts:
             raise self._error(collector, raised)
         reason = f"{raised.failed.type_name}: {raised.failed.message}"
         with self._pool.whole():
-            successor = self._fates.successor(collector, reason)
+            successor = self._hooks.successor(collector, reason)
         self._pool.replace(collector, reason, successor, self._close_limits)
 
     def _error(self, collector: int, raised: Raised) -> ReplicaFailed:
         """What a replica has raised. Closes the pool where restarting its envs did not help."""
         if raised.is_final:
             self.close()
-        return self._fates.raised(collector, raised.failed, raised.is_final)
+        return self._hooks.raised(collector, raised.failed, raised.is_final)

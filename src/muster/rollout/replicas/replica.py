@@ -23,8 +23,8 @@ from muster.rollout.beside_weights import apply_changes
 from muster.rollout.collector import Collector
 from muster.rollout.collector_set import collector_nouns
 from muster.rollout.fields import Field
-from muster.rollout.processes.batch_memory import BatchLayout, stop_flag
-from muster.rollout.processes.shared_weights import SharedWeights, shapes_of
+from muster.rollout.replicas.batch_memory import BatchLayout, stop_flag
+from muster.rollout.replicas.shared_weights import SharedWeights, shapes_of
 from muster.rollout.storage import Final, LastInfos, Loss
 from muster.rollout.weights import named_weights
 from muster.vector.assemble import serial_vec
