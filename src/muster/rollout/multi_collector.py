@@ -32,10 +32,10 @@ from muster.rollout.cluster.fleet import Fleet
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
-from muster.rollout.collector_set import Filled, collector_nouns
 from muster.rollout.episodes import EPISODE_INFO
+from muster.rollout.replicas.plans import Filled, PoolPlan, collector_nouns
 from muster.rollout.replicas.policy_travel import PolicyObstacle, obstacle_to
-from muster.rollout.replicas.replica_pool import PoolPlan, ReplicaPool
+from muster.rollout.replicas.replica_pool import ReplicaPool
 from muster.rollout.replicas.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes

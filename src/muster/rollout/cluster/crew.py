@@ -24,7 +24,7 @@ from muster.rollout.cluster.node_host import Met, NodePlan, Report, Shared, open
 from muster.rollout.cluster.node_probe import compare_versions, missing_text, modules_needed, versions_here
 from muster.rollout.cluster.nodes import shares
 from muster.rollout.replicas.hooks import ReplicaFailed, seed_after
-from muster.rollout.replicas.replica_pool import PoolPlan
+from muster.rollout.replicas.plans import PoolPlan
 
 _ROOM_S = 10.0
 _SLOW = "Raise start_timeout, or look into what that machine is busy with"

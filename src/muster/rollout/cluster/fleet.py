@@ -20,9 +20,8 @@ from muster.rollout.cluster.crew import Crew, Warned
 from muster.rollout.cluster.engine import Engine, Ticket
 from muster.rollout.cluster.member import SLICE_S, Member
 from muster.rollout.cluster.node_host import Image, NodeBatch, Started
-from muster.rollout.collector_set import Filled
 from muster.rollout.replicas.batch_memory import BatchLayout
-from muster.rollout.replicas.replica_pool import PoolPlan
+from muster.rollout.replicas.plans import Filled, PoolPlan
 from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
 

@@ -27,8 +27,8 @@ from muster.rollout.cluster.engine import Parcel
 from muster.rollout.cluster.node_prints import NodePrints
 from muster.rollout.cluster.node_probe import missing_here, versions_here
 from muster.rollout.fields import Array
-from muster.rollout.replicas.replica import ReplicaFields
-from muster.rollout.replicas.replica_pool import PoolPlan, ReplicaPool
+from muster.rollout.replicas.plans import PoolPlan, ReplicaFields
+from muster.rollout.replicas.replica_pool import ReplicaPool
 from muster.rollout.replicas.shared_weights import WeightShapes, install
 from muster.rollout.storage import Final, LastInfos, Loss
 from muster.transport.big_arrays import memfd, memory_of

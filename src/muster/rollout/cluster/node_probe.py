@@ -24,7 +24,7 @@ from typing import Any
 
 from muster.extras import installed_version, release_of
 from muster.pool.script import Script
-from muster.rollout.replicas.replica_pool import PoolPlan
+from muster.rollout.replicas.plans import PoolPlan
 
 _STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +14,15 @@ from muster._core import map_fd
 from muster.errors import EnvError
 from muster.hosts.failures import Failure
 from muster.hosts.questions import Again, EnvQuestion, sent
-from muster.hosts.recipe_plans import RecipeResident, Recipes
+from muster.hosts.recipe_plans import RecipeResident
 from muster.pickling.main_module import Init
 from muster.pool.messages import Failed, Message
 from muster.pool.resources import own_memory_bytes
 from muster.pool.worker import Here, seed_globals
 from muster.rollout.beside_weights import apply_changes
 from muster.rollout.collector import Collector
-from muster.rollout.collector_set import collector_nouns
-from muster.rollout.fields import Field
 from muster.rollout.replicas.batch_memory import BatchLayout, stop_flag
+from muster.rollout.replicas.plans import ReplicaFields, ReplicaPlan, collector_nouns
 from muster.rollout.replicas.shared_weights import SharedWeights, shapes_of
 from muster.rollout.storage import Final, LastInfos, Loss
 from muster.rollout.weights import named_weights
@@ -31,40 +30,6 @@ from muster.vector.assemble import serial_vec
 
 # The counts of a replica's envs, since the replica was built.
 COUNTS = ("env_steps", "resets", "restarts")
-
-
-PackedPolicy = Sequence[Any] | int
-"""A policy's pickle, and its big buffers; empty for random actions. In a plan that is sent, the number of both: they
-are the last among the plan's big ones."""
-
-
-@dataclass(frozen=True)
-class ReplicaPlan:
-    """The plan of one replica.
-
-    recipes: those of its envs.  first_env: index of its first env among all.
-    policy_is_factory: `policy` is a factory, to be called for the policy.
-    part: the replica's own part of a batch's envs.  batch_envs: number of envs in a batch.
-    max_restarts: of envs that raise, see `serial_vec`.
-    options: for `Collector`.
-    """
-
-    recipes: Recipes
-    first_env: int
-    policy: PackedPolicy
-    policy_is_factory: bool
-    part: tuple[int, int]
-    batch_envs: int
-    max_restarts: int | None
-    options: Mapping[str, Any]
-
-    def layout(self, fields: ReplicaFields) -> BatchLayout:
-        """The layout of the blocks of batch memory that the replica writes into."""
-        first, last = self.part
-        T = self.options["frames_per_batch"] // (last - first)
-        return BatchLayout(
-            *(T, self.batch_envs, fields.observation, fields.reward, fields.output), bool(self.options["compact"])
-        )
 
 
 # ---- questions
@@ -106,15 +71,6 @@ class Collect(Message):
 
 
 # ---- answers
-
-
-@dataclass(frozen=True)
-class ReplicaFields:
-    """The fields of a replica's rollouts."""
-
-    observation: tuple[Field, ...]
-    reward: tuple[Field, ...]
-    output: tuple[Field, ...]
 
 
 @dataclass(eq=False)

@@ -5,102 +5,26 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from muster.backends.process import ENV_PRELOADS
 from muster.errors import SpecMismatch
 from muster.hosts.questions import Again, EnvQuestion, Kept
 from muster.pool.closing import close_abandoned
-from muster.pool.deaths import Nouns
 from muster.pool.launcher_client import standard_fds
-from muster.pool.limits import CloseLimits, Limit, Limits
+from muster.pool.limits import CloseLimits
 from muster.pool.logs import hand_over
-from muster.pool.place import Plan
 from muster.pool.pool import Pool
 from muster.pool.resources import MemoryPlan, figures, naming_limits, usable_cores
-from muster.pool.set_up import NO_INIT, Processes
 from muster.pool.verbs import Answered, Lost, Round
-from muster.rollout.collector_set import Filled
 from muster.rollout.replicas.batch_memory import BatchMemory, Block, own, stop_flag
 from muster.rollout.replicas.hooks import ReplicaFailed, ReplicaHooks
-from muster.rollout.replicas.replica import (
-    COUNTS,
-    AskFields,
-    AskShapes,
-    AskWeights,
-    Begin,
-    Collect,
-    Collected,
-    Raised,
-    ReplicaFields,
-)
+from muster.rollout.replicas.plans import Filled, PoolPlan, ReplicaFields
+from muster.rollout.replicas.replica import COUNTS, AskFields, AskShapes, AskWeights, Begin, Collect, Collected, Raised
 from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes
 from muster.rollout.storage import Storage
-from muster.rollout.weights import Device
-
-# What launchers import for collectors.
-PRELOADS = (*ENV_PRELOADS, "muster.rollout.replicas.replica")
-
-
-@dataclass(frozen=True)
-class PoolPlan:
-    """What a `ReplicaPool` runs. plans: one for each collector; their contents are `ReplicaPlan`s.
-
-    sync, threshold: as below.
-    """
-
-    plans: Sequence[Plan]
-    processes: Processes
-    nouns: Nouns
-    limits: Limits
-    sync: bool
-    threshold: float
-
-    @property
-    def limit(self) -> Limit | None:
-        """The limit of each answer."""
-        limit_s = self.limits.step_timeout
-        return None if limit_s is None else Limit(limit_s, f"{self.nouns.step_timeout}={limit_s}")
-
-    @property
-    def close_limits(self) -> CloseLimits:
-        """How long each collector has to close its envs."""
-        return self.limits.close(max(map(len, self.nouns.envs)))
-
-    def of(self, collectors: range, node: int, policy_device: Device = None) -> PoolPlan:
-        """The plan of some collectors, which node `node` runs. Their batches are compact, for the way.
-
-        policy_device: None for that of all.
-        """
-        own = self.plans[collectors.start : collectors.stop]
-        first, count = own[0].envs.start, own[-1].envs.stop - own[0].envs.start
-        plans = [replace(plan, info=replace(plan.info, node_index=node)) for plan in own]
-        of_node = {"compact": True} | ({} if policy_device is None else {"policy_device": policy_device})
-        for plan in plans:
-            part = {"part": (plan.envs.start - first, plan.envs.stop - first), "batch_envs": count}
-            options = {**plan.content.options, **of_node}
-            plan.content = replace(plan.content, options=options, **(part if self.sync else {}))
-        env = self.processes.worker_env
-        return replace(
-            self,
-            plans=plans,
-            processes=replace(
-                self.processes,
-                worker_env=env if env is None or callable(env) else [*env][collectors.start : collectors.stop],
-                init=NO_INIT,  # the packed recipes have it
-            ),
-            nouns=replace(
-                self.nouns,
-                first_worker=collectors.start,
-                envs=self.nouns.envs[collectors.start : collectors.stop],
-                dying=self.nouns.dying[collectors.start : collectors.stop],
-            ),
-            threshold=min(self.threshold, len(own)),
-        )
 
 
 class ReplicaPool:

@@ -28,11 +28,10 @@ from muster.pool.resources import naming_limits
 from muster.pool.set_up import Processes, SetUp
 from muster.recipes.recipe import Recipe
 from muster.rollout.beside_weights import BesideWeights
-from muster.rollout.collector_set import Filled, collector_nouns
 from muster.rollout.replicas.hooks import ReplicaFailed
+from muster.rollout.replicas.plans import PRELOADS, Filled, PoolPlan, ReplicaPlan, collector_nouns
 from muster.rollout.replicas.policy_travel import pack_factory, pack_policy
-from muster.rollout.replicas.replica import ReplicaPlan
-from muster.rollout.replicas.replica_pool import PRELOADS, PoolPlan, ReplicaPool
+from muster.rollout.replicas.replica_pool import ReplicaPool
 from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes, shapes_of
 from muster.rollout.weights import Copies, module_of, named_weights, weights_to_send
 from muster.transport.big_arrays import memfd
