@@ -115,12 +115,11 @@ def judge_policy(policy: Any) -> tuple[Finding, PolicyVerdict]:
 
     Imports PyTorch.
     """
-    from muster.rollout.replicas.policy_travel import obstacle_to
-    from muster.rollout.weights import named_weights
+    from muster.rollout.replicas.policy_travel import PolicyFacts
 
-    weights = named_weights(policy)
+    facts = PolicyFacts.of(policy)
+    weights, obstacle = facts.weights(), facts.obstacle
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    obstacle = obstacle_to(policy)
     if obstacle is None:
         text = f"it can be copied to collector processes, once; {len(weights)} weights ({size(weight_bytes)}) follow"
         return Finding("good", "policy", text), PolicyVerdict(True, weight_bytes)

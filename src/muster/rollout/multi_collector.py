@@ -34,7 +34,7 @@ from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import EPISODE_INFO
 from muster.rollout.replicas.plans import Filled, PoolPlan, collector_nouns
-from muster.rollout.replicas.policy_travel import PolicyObstacle, obstacle_to
+from muster.rollout.replicas.policy_travel import PolicyFacts, PolicyObstacle
 from muster.rollout.replicas.replica_pool import ReplicaPool
 from muster.rollout.replicas.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
@@ -180,11 +180,11 @@ class MultiCollector(BatchSource):
         require_shapes(self.policy)
         self._count_envs(len(recipes))
         with called_as(recipes[0].call):
-            obstacle = None if self.policy is None or policy_factory is not None else obstacle_to(self.policy)
-        if obstacle is None:
+            facts = PolicyFacts.of(self.policy, is_built_there=policy_factory is not None)
+        if (obstacle := facts.obstacle) is None:
             return Replicas(
                 recipes,
-                self.policy,
+                facts,
                 policy_factory,
                 sync=sync,
                 threshold=self._threshold,

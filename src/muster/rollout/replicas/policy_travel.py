@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.errors import UNCOPYABLE_PAGE, CannotTravel, WrongType
 from muster.introspection import module_name, type_name
@@ -22,7 +22,7 @@ from muster.pickling.probe import attempt, takes
 from muster.pickling.travel import dumps
 from muster.pickling.user_call import current_call
 from muster.pickling.walk import Walk
-from muster.rollout.weights import module_of
+from muster.rollout.weights import module_of, named_weights
 
 _WALK_S = 2.0
 _DIAGNOSIS_S = 1.2
@@ -66,6 +66,27 @@ class PolicyObstacle(NamedTuple):
             return name
         holder = self.path.rpartition(".")[0]
         return holder if "." in holder and "[" not in holder else "a_class_or_submodule"
+
+
+class PolicyFacts(NamedTuple):
+    """The facts about a policy on its way to other processes, asked once.
+
+    module: that it is, or is a method of; None for a policy without one.  obstacle: None where it can be copied.
+    """
+
+    policy: Any
+    module: nn.Module | None
+    obstacle: PolicyObstacle | None
+
+    @classmethod
+    def of(cls, policy: Any, *, is_built_there: bool = False) -> PolicyFacts:
+        """The facts of a policy, which a factory builds there if `is_built_there`."""
+        stays_known = policy is None or is_built_there
+        return cls(policy, module_of(policy), None if stays_known else obstacle_to(policy))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its weights as they are now, by name: parameters may be replaced."""
+        return named_weights(self.policy)
 
 
 def rebuild_with(target: type | object, factory: Callable[[], Any]) -> None:

@@ -30,10 +30,10 @@ from muster.recipes.recipe import Recipe
 from muster.rollout.beside_weights import BesideWeights
 from muster.rollout.replicas.hooks import ReplicaFailed
 from muster.rollout.replicas.plans import PRELOADS, Filled, PoolPlan, ReplicaPlan, collector_nouns
-from muster.rollout.replicas.policy_travel import pack_factory, pack_policy
+from muster.rollout.replicas.policy_travel import PolicyFacts, pack_factory, pack_policy
 from muster.rollout.replicas.replica_pool import ReplicaPool
 from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes, shapes_of
-from muster.rollout.weights import Copies, module_of, named_weights, weights_to_send
+from muster.rollout.weights import Copies, weights_to_send
 from muster.transport.big_arrays import memfd
 from muster.transport.slab import split_evenly
 
@@ -67,7 +67,7 @@ class Replicas:
     def __init__(
         self,
         recipes: Sequence[Recipe],
-        policy: Any,
+        facts: PolicyFacts,
         policy_factory: Callable[[], Any] | None,
         *,
         sync: bool,
@@ -80,7 +80,7 @@ class Replicas:
         runs: Callable[[PoolPlan, int, Kept], RunsReplicas] = ReplicaPool,
     ) -> None:
         self._firsts = split_evenly(len(recipes), count)
-        self._policy, self._seed, self._call_words = policy, seed, recipes[0].call
+        self._facts, self._seed, self._call_words = facts, seed, recipes[0].call
         self._count, self._forks = count, processes.context == "fork"
         self._pack = packer(self._call_words, forked=self._forks)
         self._envs = range(len(recipes))
@@ -121,8 +121,8 @@ class Replicas:
         with called_as(self._call_words):
             if policy_factory is not None:
                 policy = [pack_factory(policy_factory, processes.context, big)]
-            elif self._policy is not None:
-                policy = [pack_policy(self._policy, big)]
+            elif self._facts.policy is not None:
+                policy = [pack_policy(self._facts.policy, big)]
         if big is not None:
             policy = [*map(pickle.PickleBuffer, policy), *big]
 
@@ -159,14 +159,14 @@ class Replicas:
     def _begin(self) -> None:
         self._pool.start(self._seeds(0))
         # Factories may draw different weights in each process; all collectors take those of the first.
-        weights = named_weights(self._policy) or self._pool.weights()
+        weights = self._facts.weights() or self._pool.weights()
         expected = shapes_of(weights)
         for k, built in enumerate(self._pool.shapes()):
             _require_same(k, expected, built)
         self._weights = SharedWeights(weights, self._weights_fd)
         self._weights.write(weights)
         self._pool.follow(self._weights)
-        self._beside = BesideWeights(self._policy)
+        self._beside = BesideWeights(self._facts.policy)
 
     # ---- weights
 
@@ -176,11 +176,11 @@ class Replicas:
 
     def update_weights(self, weights: Any) -> None:
         with self._updating:
-            self._publish(*weights_to_send(self._policy, weights))
+            self._publish(*weights_to_send(self._facts.policy, weights))
 
     def state_dict(self) -> dict[str, Any]:
         """State of the policy, under ``policy``: the module's, or copies of the weights published last, if any."""
-        module = module_of(self._policy)
+        module = self._facts.module
         weights = self._weights.read() if module is None else module.state_dict()
         return {} if module is None and not weights else {"policy": weights}
 
@@ -189,9 +189,9 @@ class Replicas:
             return
         weights = state["policy"]
         with self._updating:
-            if (module := module_of(self._policy)) is not None:
+            if (module := self._facts.module) is not None:
                 module.load_state_dict(weights)
-                weights = named_weights(module)
+                weights = self._facts.weights()
             if weights:
                 self._publish(weights)
 
