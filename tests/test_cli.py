@@ -14,10 +14,10 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-import torch
 
 import programs
 from command import muster
+from muster.training.checkpoints import read_checkpoint
 
 SMALL = ("--num-envs", "8", "--num-steps", "32")  # rollouts of 256 rows
 # -P: as for an installed script, Python itself does not look into the working folder.
@@ -44,7 +44,7 @@ def test_train_leaves_a_whole_run_folder(tmp_path: Path):
     rows = read_metrics(run)
     assert [int(row["steps"]) for row in rows] == [1024, 2048, 3072]
     assert 9 <= float(rows[-1]["mean_return"]) <= 500
-    assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 3072
+    assert read_checkpoint(run)["steps"] == 3072
     assert matplotlib.image.imread(run / "learning_curve.png").ndim == 3
     assert (
         "CartPole-v1  PPO, 3,000 steps, seed 7, 16 envs on 1 worker, 1 thread of torch, preset 'classic control'\n"
@@ -132,7 +132,7 @@ def test_what_was_reached_is_kept_when_the_env_fails(tmp_path: Path):
     assert f"What was reached is saved in {run}" in done.stdout
     assert f"To go on: muster train --resume {run} --trust" in done.stdout  # whose env is a file's
     assert [row["steps"] for row in read_metrics(run)] == ["256"]
-    assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == 256
+    assert read_checkpoint(run)["steps"] == 256
 
 
 @pytest.mark.timeout(240)
@@ -153,7 +153,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_reached_and_the_run_goes_on(tmp_path:
     assert "Stopped by Ctrl-C" in output
     assert f"To go on: muster train --resume {run}" in output
     assert "Traceback" not in output + errors
-    assert torch.load(run / "checkpoint.pt", weights_only=True)["steps"] == int(read_metrics(run)[-1]["steps"])
+    assert read_checkpoint(run)["steps"] == int(read_metrics(run)[-1]["steps"])
     assert (run / "learning_curve.png").exists()
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)

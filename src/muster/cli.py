@@ -93,7 +93,13 @@ def overview(words: Sequence[str]) -> int:
 
 def train(words: Sequence[str]) -> int:
     """train a policy, or those of agents, and plot the learning curve"""
-    needed = ("torch", "tensordict", "tensorboard", "matplotlib")  # the last two not until a rollout has been made
+    needed = (
+        "torch",
+        "tensordict",
+        "safetensors",
+        "tensorboard",
+        "matplotlib",
+    )  # the last two not until a rollout has been made
     with imports_for("this command needs", "muster-rl[train]", *needed):
         from muster.command_line.train_plan import training_order
 
@@ -103,7 +109,7 @@ def train(words: Sequence[str]) -> int:
 
 def evaluate(words: Sequence[str]) -> int:
     """play episodes with what a run has trained"""
-    with imports_for("this command needs", "muster-rl[train]", "torch", "tensordict"):
+    with imports_for("this command needs", "muster-rl[train]", "torch", "tensordict", "safetensors"):
         from muster.training import runs
     from muster.training.console import run_console
     from muster.training.film import require_filmable

@@ -27,6 +27,7 @@ class Package(NamedTuple):
 PACKAGES = {
     "torch": Package("PyTorch", "torch", "2.5"),
     "tensordict": Package("TensorDict", "tensordict", "0.12"),
+    "safetensors": Package("safetensors", "safetensors", "0.8"),
     "torchrl": Package("TorchRL", "torchrl", "0.14"),
     "stable_baselines3": Package("Stable-Baselines3", "stable-baselines3", "2.9"),
     "rich": Package("rich", "rich", "14.3"),

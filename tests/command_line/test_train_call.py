@@ -20,6 +20,7 @@ import muster as package
 from command import muster
 from muster.algorithms import ActorCritic, PPOConfig, head_of, masked
 from muster.errors import ConfigError, RecipeError, UsageError
+from muster.training.checkpoints import read_checkpoint
 from muster.training.run import Run
 
 SMALL: dict[str, Any] = {
@@ -91,7 +92,7 @@ class Wide(Own):
 
 
 def weights_in(run: Path) -> list[torch.Tensor]:
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    state = read_checkpoint(run)
     learners = state["teams"].values() if "teams" in state else [state]
     return [one for learner in learners for one in learner["policy"].values()]
 

@@ -21,6 +21,7 @@ from local_nodes import LocalNodes
 from muster.algorithms import PPOConfig
 from muster.command_line.train_plan import training_order
 from muster.training import runs
+from muster.training.checkpoints import read_checkpoint
 from muster.training.plan import CollectorsOptions, MakeVecOptions, plan_of
 from muster.training.presets import preset_named
 
@@ -129,7 +130,7 @@ def test_collectors_at_home_and_on_two_nodes_leave_the_same_weights(folder: Path
     for run, words in (("a", ()), ("b", ()), ("c", ("--cluster", "ray", "--nodes", "2"))):
         size = ("--total-steps", "6000", "--run-dir", run)
         assert muster("train", "CartPole-v1", "--num-collectors", "4", *size, *words).exit_code == 0
-        left.append(torch.load(folder / run / "checkpoint.pt", weights_only=True)["policy"])
+        left.append(read_checkpoint(folder / run)["policy"])
     for name, weights in left[0].items():
         assert torch.equal(weights, left[1][name])
         assert torch.equal(weights, left[2][name])
@@ -315,7 +316,7 @@ def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
         ({"collectors": {"num_envs": 3}}, "look at 'collectors.num_envs'."),
         ({"collectors": {"num_collectors": 2, "nodes": 2}}, "r/config.json: nodes must be left out where no cluster"),
         ({"gamma": 5}, "r/config.json: gamma must be a number from 0 to 1, got 5"),
-        ({"hidden_sizes": [5]}, "r/checkpoint.pt is not that of the run in config.json: RuntimeError: Error"),
+        ({"hidden_sizes": [5]}, "r/checkpoint.safetensors is not that of the run in config.json: RuntimeError: Error"),
     ],
 )
 def test_a_run_folder_that_was_edited_is_refused_in_one_line(
@@ -325,7 +326,7 @@ def test_a_run_folder_that_was_edited_is_refused_in_one_line(
     config = json.loads((folder / "r" / "config.json").read_text())
     (folder / "r" / "config.json").write_text(json.dumps(config | change))
     result = muster("train", "--resume", "r", "--total-steps", "99")
-    assert result.exit_code == (1 if "checkpoint.pt" in said else 2)
+    assert result.exit_code == (1 if "checkpoint.safetensors" in said else 2)
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -340,9 +341,11 @@ def test_a_run_folders_files_that_are_something_else_are_refused_in_one_line(fol
         assert result.stderr.count("\n") == 1
     (folder / "r" / "metrics.csv").write_bytes(b"\xff")
     assert "UnicodeDecodeError" in muster("train", "--resume", "r", "--total-steps", "99").stderr
-    (folder / "r" / "checkpoint.pt").write_text("x")
+    (folder / "r" / "checkpoint.safetensors").write_text("x")
     result = muster("eval", "r")
-    assert result.stderr == "muster eval: error: r/checkpoint.pt is no checkpoint of muster train: BadZipFile\n"
+    assert (
+        result.stderr == "muster eval: error: r/checkpoint.safetensors is no checkpoint of muster train: BadZipFile\n"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from command import muster
 from muster.algorithms import PPO, PPOConfig
 from muster.errors import UsageError
 from muster.training import evaluations
+from muster.training.checkpoints import packed, read_checkpoint
 
 OPTIONS = ("--backend=serial", "--num-envs=4", "--num-steps=32", "--num-minibatches=1", "--update-epochs=2")
 EVALUATED = ("--eval-every=200", "--eval-episodes=2")
@@ -39,8 +40,8 @@ def evaluated(run: Path) -> dict[int, float]:
     return {int(row["steps"]): float(row["eval_return"]) for row in metrics(run) if row["eval_return"]}
 
 
-def saved(run: Path, name: str = "checkpoint.pt") -> dict:
-    return torch.load(run / name, weights_only=True)
+def saved(run: Path, name: str = "checkpoint.safetensors") -> dict:
+    return read_checkpoint(run, name)
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +99,21 @@ def test_the_best_state_is_kept_and_told(tmp_path: Path):
     said = train(tmp_path / "run", "--total-steps=1024", *EVALUATED)
     every = evaluated(tmp_path / "run")
     best = max(every, key=lambda steps: every[steps])
-    held = saved(tmp_path / "run", "best.pt")
+    held = saved(tmp_path / "run", "best.safetensors")
     assert held["steps"] == best
     assert held["evaluation"]["mean_return"] == every[best]
-    assert re.search(rf"best evaluation  {every[best]:.1f} at step {best:,}: .*best\.pt", said)
+    assert re.search(rf"best evaluation  {every[best]:.1f} at step {best:,}: .*best\.safetensors", said)
     result = muster("eval", str(tmp_path / "run"), "--episodes=1", "--checkpoint=best")
     assert f"PPO after {best:,} steps" in result.output
 
 
 def test_a_run_that_goes_on_keeps_what_was_best(run: Path):
-    held = saved(run, "best.pt")
-    torch.save({**held, "evaluation": {**held["evaluation"], "mean_return": 501.0}}, run / "best.pt")
+    held = saved(run, "best.safetensors")
+    (run / "best.safetensors").write_bytes(packed({**held, "evaluation": {**held["evaluation"], "mean_return": 501.0}}))
     result = muster("train", "--resume", str(run), "--total-steps=1152", "--eval-every=64")
     assert result.exit_code == 0, result.output
     assert list(evaluated(run))[-2:] == [1024, 1152]
-    assert saved(run, "best.pt")["steps"] == held["steps"]
+    assert saved(run, "best.safetensors")["steps"] == held["steps"]
     assert f"best evaluation  501.0 at step {held['steps']:,}" in result.output
 
 
@@ -131,7 +132,7 @@ def test_an_evaluation_that_does_not_end_does_not_count(tmp_path: Path, monkeypa
     said = train(tmp_path / "run", "--total-steps=256", *EVALUATED, env="Pendulum-v1")
     assert "evaluation at step 256 does not count: 2 of 2 episodes had not ended after 100 steps." in said
     assert evaluated(tmp_path / "run") == {}
-    assert not (tmp_path / "run" / "best.pt").exists()
+    assert not (tmp_path / "run" / "best.safetensors").exists()
 
 
 STOPPING = """
@@ -166,7 +167,7 @@ def test_a_signal_within_an_evaluation_ends_the_run_with_all_saved(
     assert f"muster train --resume {run}" in result.output
     assert [(row["steps"], row["eval_return"]) for row in metrics(run)] == [("128", "")]
     assert saved(run)["steps"] == 128
-    assert not (run / "best.pt").exists()
+    assert not (run / "best.safetensors").exists()
 
 
 def test_an_evaluation_that_cannot_be_played_is_an_error_not_one_that_took_too_long():

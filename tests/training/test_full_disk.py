@@ -27,7 +27,7 @@ def test_it_is_said_once_tried_again_and_ends_no_training(runs: dict[str, dict[s
     assert run["output"].count("No space left on device. The training goes on, and tries again to save.") == 1
     assert run["output"].count("There is room again: all is saved.") == 1
     assert (run["rows"], run["checkpoint"], run["charts"]) == ([64, 128, 192, 256, 320], 320, [64, 128, 192, 256, 320])
-    assert run["copies"] == ["000000000064.pt", "000000000320.pt"]  # the newest of those that waited
+    assert run["copies"] == ["000000000064.safetensors", "000000000320.safetensors"]  # the newest of those that waited
 
 
 def test_where_it_stays_full_the_error_says_so_and_the_run_goes_on_later(runs: dict[str, dict[str, Any]]):
@@ -74,10 +74,12 @@ if uid:
 check(libc.mount(b"none", b"/", None, PRIVATE, None))
 check(libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"size=8m"))
 
-import contextlib, csv, io, torch
+import contextlib, csv, io
+from pathlib import Path
 from muster import cli
 from muster.algorithms import PPO
 from muster.training import console
+from muster.training.checkpoints import read_checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 iterate, filler = PPO.iterate, os.path.join(folder, "filler")
@@ -104,13 +106,13 @@ def train(name, moments, *words):
         os.unlink(filler)
     with open(os.path.join(run, "metrics.csv"), newline="") as file:
         rows = [int(row["steps"]) for row in csv.DictReader(file)]
-    path, charts = os.path.join(run, "checkpoint.pt"), EventAccumulator(run)
+    path, charts = os.path.join(run, "checkpoint.safetensors"), EventAccumulator(run)
     charts.Reload()
     shown = [one.step for one in charts.Scalars("charts/SPS")] if charts.Tags()["scalars"] else []
     copies = os.path.join(run, "checkpoints")
     return {
         "status": status, "output": "" if log else out.getvalue(), "errors": err.getvalue(), "rows": rows,
-        "checkpoint": torch.load(path, weights_only=True)["steps"] if os.path.exists(path) else None,
+        "checkpoint": read_checkpoint(Path(run))["steps"] if os.path.exists(path) else None,
         "charts": shown, "copies": sorted(os.listdir(copies)) if os.path.exists(copies) else [],
         "all": [64, 128, 192, 256, 320],
     }

@@ -16,6 +16,7 @@ from gymnasium import spaces
 import muster
 from command import muster as command
 from muster.errors import ConfigError
+from muster.training.checkpoints import read_checkpoint
 
 SMALL: dict[str, Any] = {"backend": "serial", "num_envs": 2, "num_steps": 16, "num_minibatches": 1, "update_epochs": 1}
 WORDS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
@@ -42,7 +43,7 @@ def train(folder: Path, env: Any = Wide, **options: Any) -> Any:
 
 
 def state_of(run: Path) -> dict[str, Any]:
-    return torch.load(run / "checkpoint.pt", weights_only=True)
+    return read_checkpoint(run)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +116,8 @@ def test_what_cannot_be_begun_from_is_refused_in_one_line(other: Path, tmp_path:
     elif name == "no folder":
         origin, said = tmp_path / "none", "holds no run: it has no config.json"
     elif name == "no checkpoint":
-        origin, said = Path(shutil.copytree(other, tmp_path / "early")), "has no checkpoint.pt"
-        (origin / "checkpoint.pt").unlink()
+        origin, said = Path(shutil.copytree(other, tmp_path / "early")), "has no checkpoint.safetensors"
+        (origin / "checkpoint.safetensors").unlink()
     elif name == "resume":
         run = train(tmp_path / "run", total_steps=32).path
         with pytest.raises(ConfigError, match="init_from must be None, which the run in .* has settled"):

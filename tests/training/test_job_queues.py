@@ -49,14 +49,14 @@ def test_the_script_for_slurm_saves_when_asked_and_is_queued_again_until_it_is_d
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     job = subprocess.Popen([*line, "--total-steps", "100M"], env=environ, **pipes)
     try:
-        until((run / "checkpoint.pt").exists, job)
+        until((run / "checkpoint.safetensors").exists, job)
         step = [one for one in psutil.Process(job.pid).children(recursive=True) if one.is_running()]
-        before = (run / "checkpoint.pt").stat().st_mtime_ns
+        before = (run / "checkpoint.safetensors").stat().st_mtime_ns
         for number in (signal.SIGUSR2, signal.SIGUSR1):
             for process in step:  # as Slurm does without B:, before the minute of the next checkpoint
                 process.send_signal(number)
-            until(lambda before=before: (run / "checkpoint.pt").stat().st_mtime_ns > before, job)
-            before = (run / "checkpoint.pt").stat().st_mtime_ns
+            until(lambda before=before: (run / "checkpoint.safetensors").stat().st_mtime_ns > before, job)
+            before = (run / "checkpoint.safetensors").stat().st_mtime_ns
         assert {one.pid for one in psutil.Process(job.pid).children(recursive=True)} == {one.pid for one in step}
         job.send_signal(signal.SIGUSR1)  # to the script alone
         out, err = job.communicate(timeout=60)

@@ -19,6 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from muster.errors import UsageError
+from muster.training.checkpoints import packed, read_checkpoint
 from muster.training.run_folder import RunFolder, new_folder
 
 
@@ -41,10 +42,10 @@ def test_config_is_json(tmp_path: Path):
 
 def test_checkpoint_is_replaced_as_a_whole(tmp_path: Path):
     with RunFolder(tmp_path / "run") as folder:
-        folder.save_checkpoint({"steps": 1})
-        with pytest.raises(Exception, match="pickle"):
-            folder.save_checkpoint({"steps": (i for i in range(3))})
-        assert torch.load(folder.checkpoint_path, weights_only=True) == {"steps": 1}
+        folder.save_checkpoint(packed({"steps": 1}))
+        with pytest.raises(TypeError, match="^steps in the run's state is a generator, which no checkpoint has$"):
+            folder.save_checkpoint(packed({"steps": (i for i in range(3))}))
+        assert read_checkpoint(folder.path) == {"steps": 1}
 
 
 @contextmanager
@@ -60,12 +61,12 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 def test_a_full_disk_is_said_of_the_file_and_leaves_the_checkpoint_before(tmp_path: Path):
     with RunFolder(tmp_path / "run") as folder:
-        folder.save_checkpoint({"steps": 1})
+        folder.save_checkpoint(packed({"steps": 1}))
         with files_of_at_most(20_000), pytest.raises(OSError, match="too large") as raised:
-            folder.save_checkpoint({"steps": 2, "policy": torch.zeros(50_000)})
+            folder.save_checkpoint(packed({"steps": 2, "policy": torch.zeros(50_000)}))
         assert raised.value.filename == str(folder.checkpoint_path)
-        assert sorted(os.listdir(folder.path)) == ["checkpoint.pt", "metrics.csv"]
-        assert torch.load(folder.checkpoint_path, weights_only=True) == {"steps": 1}
+        assert sorted(os.listdir(folder.path)) == ["checkpoint.safetensors", "metrics.csv"]
+        assert read_checkpoint(folder.path) == {"steps": 1}
 
 
 def test_rows_that_a_full_disk_had_no_room_for_are_written_whole_by_the_next(tmp_path: Path):
@@ -108,7 +109,7 @@ def test_a_file_is_synced_before_it_replaces_the_old(tmp_path: Path, monkeypatch
     with RunFolder(tmp_path / "run") as folder:
         folder.append_metrics({"steps": 1})
         for write, name in (
-            (lambda: folder.save_checkpoint({"steps": 1}), "checkpoint.pt"),
+            (lambda: folder.save_checkpoint(packed({"steps": 1})), "checkpoint.safetensors"),
             (lambda: folder.drop_metrics_after(1), "metrics.csv"),
         ):
             steps.clear()
@@ -116,7 +117,7 @@ def test_a_file_is_synced_before_it_replaces_the_old(tmp_path: Path, monkeypatch
             aside, last = steps[-3:-1]
             assert re.fullmatch(rf".*/\.{name}\.[0-9a-f]{{16}}\.tmp", aside)
             assert last == "replace"
-        folder.save_checkpoint({"steps": 1})
+        folder.save_checkpoint(packed({"steps": 1}))
         assert str(folder.metrics_path) in steps  # no checkpoint without its rows
 
 
@@ -124,7 +125,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_begun_again(tmp_pa
     with RunFolder(tmp_path) as killed:
         killed.write_config({"algorithm": "PPO", "preset": "numbers"})
         killed.append_metrics({"steps": 1})
-    aside = tmp_path / f".checkpoint.pt.{'0' * 16}.tmp"
+    aside = tmp_path / f".checkpoint.safetensors.{'0' * 16}.tmp"
     aside.write_text("half of it")
     with RunFolder(tmp_path) as again:
         again.append_metrics({"steps": 2})
@@ -137,7 +138,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_begun_again(tmp_pa
 def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path):
     with RunFolder(tmp_path) as first:
         first.append_metrics({"steps": 1})
-        first.save_checkpoint({})
+        first.save_checkpoint(packed({}))
     with pytest.raises(UsageError, match=r"already holds a run; choose another run folder"):
         RunFolder(tmp_path)
     assert first.metrics_path.read_text().split() == ["steps", "1"]
@@ -146,7 +147,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path):
 def test_commands_that_are_shown_take_a_path_that_begins_as_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with RunFolder(Path("-a b")) as folder:
-        folder.save_checkpoint({})
+        folder.save_checkpoint(packed({}))
     with pytest.raises(UsageError, match=r"--resume './-a b'$"):
         RunFolder(Path("-a b"))
 

@@ -22,6 +22,7 @@ import muster
 from muster.algorithms import PPO, PPOConfig
 from muster.errors import ConfigError, SpecMismatch, UsageError
 from muster.training import runs
+from muster.training.checkpoints import packed, read_checkpoint
 from muster.training.plan import TrainingPlan, plan_of
 
 NUMBERS = spaces.Box(np.float32([-np.inf, 0]), np.float32([np.inf, 1]), (2,))
@@ -114,7 +115,7 @@ def test_it_acts_for_one_env_and_for_many(tmp_path: Path, observations: str, act
 def test_it_acts_as_the_trained_ppo_does_and_makes_no_env(cart_pole: Path, monkeypatch: pytest.MonkeyPatch):
     with muster.make_vec("CartPole-v1", 2, backend="serial", autoreset_mode="same_step") as envs:
         ppo = PPO(envs, plan_of(cart_pole).config)
-        ppo.load_state_dict(torch.load(cart_pole / "checkpoint.pt", weights_only=True))
+        ppo.load_state_dict(read_checkpoint(cart_pole))
     monkeypatch.setattr(gym, "make", None)
     policy = muster.load_policy(str(cart_pole))
     obs = torch.randn(200, 4) * 3
@@ -197,7 +198,7 @@ def damaged(config: dict[str, Any], folder: Path, name: str) -> None:
         (folder / "config.json").write_text("[]")
         return
     elif name == "other state":
-        torch.save({"steps": 3}, folder / "checkpoint.pt")
+        (folder / "checkpoint.safetensors").write_bytes(packed({"steps": 3}))
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -206,7 +207,7 @@ def damaged(config: dict[str, Any], folder: Path, name: str) -> None:
     [
         ("no spaces", "says nothing of spaces; muster train --resume writes them"),
         ("odd spaces", "{'kind': 'Sequence'} describes no space"),
-        ("other spaces", "checkpoint.pt is not that of the run in config.json: RuntimeError"),
+        ("other spaces", "checkpoint.safetensors is not that of the run in config.json: RuntimeError"),
         ("no PPO", "is not that of a run of this version of Muster, by PPO or MAPPO"),
         ("a list", "it holds a list, not a dict"),
         ("other state", "is not that of the run in config.json: KeyError: 'policy'"),

@@ -27,6 +27,7 @@ from muster import load_policy
 from muster import train as train_run
 from muster.errors import ConfigError, UsageError
 from muster.training import run_folder
+from muster.training.checkpoints import packed, read_checkpoint
 from muster.training.run_folder import RunFolder
 from slow import slow
 
@@ -132,10 +133,10 @@ def test_figures_of_last_infos_are_columns_charts_and_in_evaluations(tmp_path: P
 
 def test_a_run_of_before_last_infos_were_read_goes_on_and_counts_them_from_there(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "256", "--episode-info", env=f"{__file__}:graded")
-    config, state = json.loads((run / "config.json").read_text()), torch.load(run / "checkpoint.pt")
+    config, state = json.loads((run / "config.json").read_text()), read_checkpoint(run)
     del config["episode_info"], state["episodes"]["infos"]
     (run / "config.json").write_text(json.dumps(config))
-    torch.save(state, run / "checkpoint.pt")
+    (run / "checkpoint.safetensors").write_bytes(packed(state))
     assert "success_rate" not in read_metrics(run)[0]
     assert muster("train", "--resume", str(run), "--total-steps", "8192", "--trust").exit_code == 0
     assert 0 <= float(read_metrics(run)[-1]["success_rate"]) <= 1
@@ -175,7 +176,7 @@ def test_metrics_that_cannot_be_opened_end_no_run_and_keep_no_checkpoint_out(tmp
         with pytest.raises((OSError, UsageError), match=r"metrics\.csv"):
             begin()
     assert steps == [64, 128, 192, 256, 320, 384]
-    assert torch.load(run / "checkpoint.pt")["steps"] == 384
+    assert read_checkpoint(run)["steps"] == 384
     assert len(list((run / "checkpoints").iterdir())) == 6
     assert capsys.readouterr().out.count("The training goes on, and tries again to save") == 1
 
@@ -234,7 +235,7 @@ def test_tensorboard_forgets_what_a_killed_run_wrote_beyond_its_checkpoint(tmp_p
     run = tmp_path / "run"
     with RunFolder(run) as folder:
         folder.write_config({})
-        folder.save_checkpoint({})
+        folder.save_checkpoint(packed({}))
         for step in (10, 20, 30, 40):
             folder.append_metrics({"steps": step}, {"losses/policy_loss": 1.0})
     for reached, kept in ((20, [1.0, 1.0]), (30, [1.0, 1.0, 20.0])):
@@ -253,7 +254,7 @@ def test_a_clock_that_went_back_loses_no_points(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr("time.time", lambda now=now: now)
         with RunFolder(run, resume=reached > 0) as folder:
             folder.write_config({})
-            folder.save_checkpoint({})
+            folder.save_checkpoint(packed({}))
             folder.drop_metrics_after(reached)
             folder.append_metrics({"steps": reached + 1}, {"losses/a": float(reached)})
     assert seen_by_tensorboard(run, "losses/a") == [(1, 0.0), (2, 1.0), (3, 2.0)]
@@ -277,7 +278,7 @@ def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):
     assert episodes == sorted(episodes)
     assert [step for step, _ in seen_by_tensorboard(run, "charts/episodic_return")] == [256, 512, 768, 1024, 1280]
     assert json.loads((run / "config.json").read_text())["total_steps"] == 1200
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    state = read_checkpoint(run)
     assert state["steps"] == 1280
     assert state["normalizers"]["observations"]["count"] == 1280
 
@@ -319,7 +320,7 @@ def test_a_row_that_is_not_finite_ends_the_run_with_a_good_checkpoint(tmp_path: 
     assert re.search(
         r"muster train: error: Env \d returned an observation that holds nan in its step 300", result.output
     )
-    saved = torch.load(run / "checkpoint.pt", weights_only=True)
+    saved = read_checkpoint(run)
     assert saved["steps"] == steps_in(run)[-1] == 512
     assert saved["normalizers"]["observations"]["mean"].isfinite().all()
     (tmp_path / "breaks").unlink()
@@ -347,7 +348,7 @@ gym.register("Glitching-v0", Glitching)
 
 def test_what_cannot_go_on_says_why(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "256")
-    before = (run / "metrics.csv").read_text(), (run / "checkpoint.pt").read_bytes()
+    before = (run / "metrics.csv").read_text(), (run / "checkpoint.safetensors").read_bytes()
     for folder, message in (
         (run, "has made 256 of 256 steps: there is nothing left to do."),
         (run, "how many there are to be: --total-steps 512"),
@@ -356,12 +357,12 @@ def test_what_cannot_go_on_says_why(tmp_path: Path):
         result = muster("train", "--resume", str(folder))
         assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
         assert message in result.stderr
-    assert ((run / "metrics.csv").read_text(), (run / "checkpoint.pt").read_bytes()) == before
+    assert ((run / "metrics.csv").read_text(), (run / "checkpoint.safetensors").read_bytes()) == before
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "256")
-    torch.save({"steps": Trap(str(tmp_path / "sprung"))}, run / "checkpoint.pt")
+    torch.save({"steps": Trap(str(tmp_path / "sprung"))}, run / "checkpoint.safetensors")
     result = muster("eval", str(run))
     assert result.exit_code == 1
     assert "is no checkpoint" in result.output

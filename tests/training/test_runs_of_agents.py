@@ -24,6 +24,7 @@ from muster.errors import ConfigError, SpecMismatch, UsageError
 from muster.rollout.episodes import Episodes
 from muster.rollout.evaluation import evaluate
 from muster.training import run_folder
+from muster.training.checkpoints import read_checkpoint
 from muster.training.picture import Picture, plot_learning_curve
 from muster.training.run_folder import read_columns
 from slow import slow
@@ -117,7 +118,7 @@ def test_a_factory_of_agents_is_trained_by_mappo_with_figures_for_each_group(hun
         assert wolf == pytest.approx(np.mean([float(row[f"mean_return/wolf/wolf_{i}"]) for i in range(2)]))
         assert "mean_return/sheep/sheep_0" not in row
         assert row["eval_return"]
-    best = torch.load(hunt / "best.pt", weights_only=True)["evaluation"]["mean_return"]
+    best = read_checkpoint(hunt, "best.safetensors")["evaluation"]["mean_return"]
     assert max(float(row["eval_return"]) for row in rows) == best
 
 
@@ -377,7 +378,9 @@ def test_other_agents_than_the_checkpoint_has_are_refused_in_one_line(hunt: Path
     kept = config_of(run)
     for change in ({"share_params": False}, {"critic": "own"}, {"policy": "gru"}):
         (run / "config.json").write_text(json.dumps({**kept, **change}))
-        with pytest.raises(UsageError, match=r"checkpoint\.pt is not that of the run in config\.json") as caught:
+        with pytest.raises(
+            UsageError, match=r"checkpoint\.safetensors is not that of the run in config\.json"
+        ) as caught:
             load_policy(run)
         assert "\n" not in str(caught.value)
 

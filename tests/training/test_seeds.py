@@ -14,6 +14,7 @@ import torch
 from matplotlib.image import imread
 
 from command import muster
+from muster.training.checkpoints import read_checkpoint
 from muster.training.comparison import interquartile_mean
 
 OPTIONS = ("--backend=serial", "--num-envs=4", "--num-steps=32", "--num-minibatches=1", "--update-epochs=1")
@@ -34,7 +35,7 @@ def test_each_seed_is_a_run_of_its_own(tmp_path: Path):
     assert re.search(rf"seeds  {mean:,.1f} is the interquartile mean .* of 4, [\d.]+ to [\d.]+ its 95 %", result.output)
     assert imread(tmp_path / "all" / "comparison.png").ndim == 3
     assert muster("train", *words, "--seed=4", "--run-dir", str(tmp_path / "alone")).exit_code == 0
-    alone, among = (torch.load(run / "checkpoint.pt", weights_only=True) for run in (tmp_path / "alone", folders[1]))
+    alone, among = (read_checkpoint(run) for run in (tmp_path / "alone", folders[1]))
     assert all(torch.equal(alone["policy"][name], one) for name, one in among["policy"].items())
 
 
@@ -42,7 +43,7 @@ def test_the_folders_are_new_ones_in_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     assert muster("train", "CartPole-v1", "--total-steps=128", *OPTIONS, "--seeds=1").exit_code == 0
     (picture,) = tmp_path.glob("runs/CartPole-v1-seeds-*/comparison.png")
-    assert (picture.parent / "seed0" / "checkpoint.pt").exists()
+    assert (picture.parent / "seed0" / "checkpoint.safetensors").exists()
 
 
 STOPPING = """
@@ -96,11 +97,11 @@ def test_mistakes_are_one_line(tmp_path: Path):
     for seed in (0, 1):  # as those are that were killed at their start
         (tmp_path / f"seed{seed}").mkdir()
         (tmp_path / f"seed{seed}" / "metrics.csv").touch()
-    (tmp_path / "seed1" / "best.pt").touch()
+    (tmp_path / "seed1" / "best.safetensors").touch()
     result = muster("train", "CartPole-v1", *OPTIONS, "--seeds=2", "--run-dir", str(tmp_path))
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.stderr
     assert "seed1 already holds a run; choose another run folder" in result.stderr
-    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["best.pt", "metrics.csv", "metrics.csv"]
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["best.safetensors", "metrics.csv", "metrics.csv"]
     again = muster("train", "CartPole-v1", *OPTIONS, "--total-steps=128", "--seeds=1", "--run-dir", str(tmp_path))
     assert again.exit_code == 0, again.output
     run = str(tmp_path / "run")

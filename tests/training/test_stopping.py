@@ -20,6 +20,7 @@ import torch
 import muster
 import programs
 from muster.algorithms import PPO
+from muster.training.checkpoints import read_checkpoint
 from muster.training.plan import plan_of
 from slow import slow
 
@@ -46,7 +47,7 @@ def wait_for_rows(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 def steps_saved(folder: Path) -> int:
-    return int(torch.load(folder / "checkpoint.pt", weights_only=True)["steps"])
+    return int(read_checkpoint(folder)["steps"])
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -82,7 +83,7 @@ def assert_alike(one: Any, other: Any) -> None:
 
 
 def assert_whole(folder: Path, states: dict[int, dict[str, Any]]) -> None:
-    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    saved = read_checkpoint(folder)
     assert_alike(saved, states[saved["steps"]])
     with (folder / "metrics.csv").open(newline="") as file:
         steps = [int(row["steps"]) for row in csv.DictReader(file)]

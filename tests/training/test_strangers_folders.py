@@ -14,7 +14,6 @@ import struct
 import sys
 import tempfile
 import types
-import zipfile
 from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
@@ -29,6 +28,7 @@ from muster import load_policy
 from muster.errors import ConfigError, UsageError
 from muster.pool.resources import memory_left
 from muster.training import run_folder
+from muster.training.checkpoints import packed, read_checkpoint
 from muster.training.picture import Picture
 from muster.training.plan import plan_of
 from slow import slow
@@ -63,7 +63,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 GO_ON = ("--total-steps=128", "--keep=1")
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.csv", "checkpoint.pt", "best.pt", "checkpoints"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "metrics.csv", "checkpoint.safetensors", "best.safetensors", "checkpoints"]
+)
 def test_no_link_is_followed(run: Path, tmp_path: Path, name: str):
     (tmp_path / "own").mkdir()
     (run / name).rename(tmp_path / "own" / name)
@@ -72,7 +74,7 @@ def test_no_link_is_followed(run: Path, tmp_path: Path, name: str):
     result = muster("train", "--resume", str(run), *GO_ON)
     assert result.exit_code == 1
     assert f": {name} is a link, and none is followed inside a run folder." in result.stderr
-    checkpoint = {"best.pt": "best", "checkpoints": "32"}.get(name)
+    checkpoint = {"best.safetensors": "best", "checkpoints": "32"}.get(name)
     if name != "metrics.csv":
         for command in ("plot",) if name == "config.json" else ("eval",):
             words = () if checkpoint is None else ("--checkpoint", checkpoint)
@@ -86,7 +88,7 @@ def test_no_link_that_lies_in_the_way_is_written_through(run: Path, tmp_path: Pa
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (run / "learning_curve.png").unlink()
-    for name in ("learning_curve.png", "checkpoint.pt.tmp", "config.json.tmp", "metrics.csv.tmp"):
+    for name in ("learning_curve.png", "checkpoint.safetensors.tmp", "config.json.tmp", "metrics.csv.tmp"):
         (run / name).symlink_to(victim)
     result = muster("train", "--resume", str(run), *GO_ON)
     assert result.exit_code == 0, result.output
@@ -129,26 +131,30 @@ def test_no_picture_is_written_through_a_link_in_memory():
 def test_the_folder_itself_may_be_reached_by_a_link(run: Path, tmp_path: Path):
     (tmp_path / "link").symlink_to(run)
     assert muster("train", "--resume", str(tmp_path / "link"), *GO_ON).exit_code == 0
-    (tmp_path / "newest.pt").symlink_to(run / "checkpoint.pt")  # the user's own, outside of the folder
-    assert load_policy(tmp_path / "link", checkpoint=tmp_path / "newest.pt").steps == 128
+    own = tmp_path / "newest.safetensors"  # the user's own, outside of the folder
+    own.symlink_to(run / "checkpoint.safetensors")
+    assert load_policy(tmp_path / "link", checkpoint=own).steps == 128
 
 
 def test_only_copies_that_have_names_of_musters_are_deleted(run: Path):
-    own = [run / "checkpoints" / name for name in ("1.pt", "model.pt", "000000000032.pth", "000000000032.pt.bak")]
+    own = [
+        run / "checkpoints" / name
+        for name in ("1.safetensors", "model.safetensors", "000000000032.pth", "000000000032.safetensors.bak")
+    ]
     for path in own:
         path.write_text("mine")
     assert muster("train", "--resume", str(run), *GO_ON).exit_code == 0
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == sorted(
-        [*(path.name for path in own), "000000000128.pt"]
+        [*(path.name for path in own), "000000000128.safetensors"]
     )
 
 
 def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(made: Path, run: Path):
-    for name in ("best.pt", "checkpoint.pt", "config.json"):
+    for name in ("best.safetensors", "checkpoint.safetensors", "config.json"):
         (run / name).unlink()
         os.mkfifo(run / name)
         with pytest.raises(UsageError):
-            load_policy(run, checkpoint="best" if name == "best.pt" else None)
+            load_policy(run, checkpoint="best" if name == "best.safetensors" else None)
         (run / name).unlink()
         shutil.copy(made / name, run / name)
 
@@ -201,8 +207,8 @@ def test_a_folder_of_any_name_is_used_and_printed(tmp_path: Path, monkeypatch: p
 
 
 def test_names_in_a_checkpoint_are_printed_without_control_characters(run: Path):
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
-    torch.save({**state, "policy": {**state["policy"], ODD: torch.zeros(1)}}, run / "checkpoint.pt")
+    state = read_checkpoint(run)
+    (run / "checkpoint.safetensors").write_bytes(packed({**state, "policy": {**state["policy"], ODD: torch.zeros(1)}}))
     for command in ("eval", "train --resume"):
         result = muster(*command.split(), str(run), *(GO_ON if "train" in command else ()))
         assert "Pole" in result.stderr
@@ -212,19 +218,19 @@ def test_names_in_a_checkpoint_are_printed_without_control_characters(run: Path)
 @pytest.mark.parametrize(
     ("file", "held", "said"),
     [
-        ("best.pt", {ODD: 1}, "KeyError: 'steps'"),
+        ("best.safetensors", {ODD: 1}, "KeyError: 'steps'"),
         (
-            "best.pt",
+            "best.safetensors",
             {"steps": 1, "mean_return": ODD, "mean_length": 2},
             "ValueError: could not convert string to float",
         ),
-        ("best.pt", {"steps": math.inf, "mean_return": 1, "mean_length": 2}, "OverflowError: "),
+        ("best.safetensors", {"steps": math.inf, "mean_return": 1, "mean_length": 2}, "OverflowError: "),
         ("metrics.csv", "steps,seconds\n16,\x1b]0;a\n", "ValueError: could not convert string to float"),
     ],
 )
 def test_damaged_numbers_are_one_line_without_control_characters(run: Path, file: str, held: Any, said: str):
-    if file == "best.pt":
-        torch.save({**torch.load(run / file, weights_only=True), "evaluation": held}, run / file)
+    if file == "best.safetensors":
+        (run / file).write_bytes(packed({**read_checkpoint(run, file), "evaluation": held}))
     else:
         (run / file).write_text(held)
     result = muster("train", "--resume", str(run), *GO_ON)
@@ -248,124 +254,88 @@ def test_damaged_numbers_are_one_line_without_control_characters(run: Path, file
     ids=lambda one: one[-1] if isinstance(one, tuple) else "",
 )
 def test_a_damaged_state_is_one_line(run: Path, path: tuple[Any, ...], held: Any, said: str):
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    state = read_checkpoint(run)
     reduce(operator.getitem, path[:-1], state)[path[-1]] = held
-    torch.save(state, run / "checkpoint.pt")
+    (run / "checkpoint.safetensors").write_bytes(packed(state))
     result = muster("train", "--resume", str(run), *GO_ON)
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
-    assert f"checkpoint.pt is not that of the run in config.json: {said}" in result.stderr
+    assert f"checkpoint.safetensors is not that of the run in config.json: {said}" in result.stderr
 
 
 def test_a_moment_that_is_one_number_everywhere_is_written_to_as_the_weights_are(run: Path):
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    state = read_checkpoint(run)
     moments = state["optimizer"]["state"][0]
     moments["exp_avg"] = torch.zeros(1, 1).expand(moments["exp_avg"].shape)  # its storage has four bytes
-    torch.save(state, run / "checkpoint.pt")
+    (run / "checkpoint.safetensors").write_bytes(packed(state))
     result = muster("train", "--resume", str(run), *GO_ON)
     assert result.exit_code == 0, result.output
-    moments = torch.load(run / "checkpoint.pt", weights_only=True)["optimizer"]["state"][0]
+    moments = read_checkpoint(run)["optimizer"]["state"][0]
     assert len(moments["exp_avg"].unique()) > 1
 
 
-def repacked(
-    path: Path, state: dict[str, Any], compression: int = zipfile.ZIP_STORED, pickled: bytes | None = None
-) -> None:
-    """Writes a state as a checkpoint, with another compression or pickle than torch gives it."""
-    torch.save(state, path.with_name("plain.pt"))
-    with zipfile.ZipFile(path.with_name("plain.pt")) as plain, zipfile.ZipFile(path, "w", compression) as packed:
-        for entry in plain.infolist():
-            is_pickle = pickled is not None and entry.filename.endswith("data.pkl")
-            packed.writestr(entry.filename, pickled if is_pickle else plain.read(entry))
+def written(file: Path, header: dict[str, Any] | bytes, data: bytes = b"", size: int | None = None) -> None:
+    """Writes a file of safetensors as its format says. size: of the header, where it is to say another one."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text + data)
 
 
-def deflated(path: Path) -> None:
-    repacked(path, {"steps": 1, "policy": torch.zeros(1_000_000)}, zipfile.ZIP_DEFLATED)
+def span(start: int, end: int, *shape: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": list(shape) or [(end - start) // 4], "data_offsets": [start, end]}
 
 
-def said_to_be_stored(path: Path, *, twice: bool) -> None:
-    """What is deflated, where the directory that zipfile reads says otherwise. twice: torch's own says the truth."""
-    deflated(path)
-    content = path.read_bytes()
-    end = content.rindex(b"PK\5\6")
-    size, start = struct.unpack("<2L", content[end + 12 : end + 20])
-    directory = bytearray(content[start : start + size])
-    at = 0
-    while at < size:
-        compressed, named, extra, comment = (
-            *struct.unpack_from("<L", directory, at + 20),
-            *struct.unpack_from("<3H", directory, at + 28),
-        )
-        struct.pack_into("<H", directory, at + 10, zipfile.ZIP_STORED)
-        struct.pack_into("<L", directory, at + 24, compressed)
-        at += 46 + named + extra + comment
-    path.write_bytes(content[: start + size * twice] + directory + content[end:])
+def stated(state: str) -> dict[str, Any]:
+    """A header with this JSON in the place of a state."""
+    return {"__metadata__": {"muster": state}}
 
 
-def overlapping(path: Path) -> None:
-    """The same bytes as many entries."""
-    with zipfile.ZipFile(path, "w") as packed:
-        packed.writestr("a/data.pkl", bytes(1000))
-        packed.filelist *= 100
+def halved(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-CALLED = b"\x80\x02}(X\x05\x00\x00\x00stepsK\x01X\x01\x00\x00\x00ac__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85Ru."
-SHARED = b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (n, n - 1, n - 1) for n in range(1, 61))
-KEYED = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 61))
-PLACES, LEVELS = r"its objects stand in more than [\d,]+ places", "its objects nest in more than 100 levels"
+def piped(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
 
 
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (deflated, r"its [\d,]+ bytes inflate to 4,[\d,]+"),
-        (partial(said_to_be_stored, twice=False), "BadZipFile"),
-        (partial(said_to_be_stored, twice=True), "BadZipFile"),
-        (overlapping, r"its [\d,]+ bytes inflate to 100,000"),
-        (partial(repacked, state={}, pickled=CALLED), "it names __builtin__ bytearray"),
-        (partial(repacked, state={}, pickled=b"\x80\x02}X\x01\x00\x00\x00a" + SHARED + b"s."), PLACES),
-        (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s."), PLACES),
-        (partial(repacked, state={}, pickled=b"\x80\x02}" + KEYED + b"K\x01s}."), PLACES),
-        (partial(repacked, state={}, pickled=b"\x80\x02})" + b"\x85" * 400_000 + b"K\x01s."), LEVELS),
-        (partial(repacked, state={}, pickled=b"\x80\x02]q\x00h\x00a."), "it fills an object that it has referred to"),
-        (
-            partial(repacked, state={}, pickled=b"\x80\x02" + b"]" * 10**6),
-            "what is no tensor in it takes 1,000,002 bytes",
-        ),
+        (partial(written, header={"a": span(0, 8), "b": span(4, 12)}, data=bytes(12)), "SafetensorError: .*"),
+        (partial(written, header={"a": span(0, 4), "b": span(8, 12)}, data=bytes(12)), "SafetensorError: .*"),
+        (partial(written, header={"a": span(0, 4, 10**7, 10**7)}, data=bytes(4)), "SafetensorError: .*"),
+        (partial(written, header={"a": span(0, 1 << 62, 1 << 60)}), "SafetensorError: .*"),
+        (partial(written, header=b"[" * 10**6), "SafetensorError: .*"),
+        (partial(written, header=stated("[" * 10**6)), "RecursionError: .*"),
+        (partial(written, header=stated('{"steps": %s}' % ("9" * 10**6))), "ValueError: .*"),
+        (partial(written, header=stated("[1]")), "TypeError: .*"),
+        (partial(written, header=stated('{"policy": {"$tensor": "a"}}')), "SafetensorError: .*"),
+        (partial(written, header={"a": span(0, 4)}, data=bytes(4)), "KeyError: 'muster'"),
+        (partial(written, header=b"{}" + b" " * (17 << 20)), r"its header would take 17,[\d,]+ bytes"),
+        (partial(written, header={}, size=(1 << 64) - 1), r"its header would take 18,[\d,]+ bytes"),
+        (halved, "SafetensorError: .*"),
+        (lambda file: file.write_bytes(b""), "SafetensorError: .*"),
+        (partial(torch.save, {"steps": 1}), r"its header would take [\d,]+ bytes"),
+        (piped, None),
     ],
-    ids=["deflated", "said to be stored", "two directories", "overlapping", "called", "shared", "keyed", "unheld",
-         "nested", "cyclic", "lists"],
+    ids=["overlap", "hole", "shape", "beyond", "deep", "deep state", "number", "list", "no tensor", "not ours", "long",
+         "longest", "half", "empty", "pickle", "pipe"],
 )  # fmt: skip
-def test_what_inflates_is_refused_before_it_is_read(
-    run: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], said: str
-):
-    write(run / "checkpoint.pt")
-    monkeypatch.setattr(torch, "load", None)
-    with pytest.raises(UsageError, match=rf"checkpoint\.pt is no checkpoint of muster train: {said}$"):
-        load_policy(run)
+def test_an_altered_checkpoint_is_one_sentence(run: Path, write: Callable[[Path], None], said: str | None):
+    write(run / "checkpoint.safetensors")
+    said = r"checkpoint\.safetensors is no " + ("file. .*" if said is None else f"checkpoint of muster train: {said}")
+    for command in ("eval", "train --resume"):
+        result = muster(*command.split(), str(run), *(GO_ON if "train" in command else ()))
+        assert result.exit_code == 1
+        assert re.fullmatch(rf"muster \w+: error: .*{said}\n", result.stderr), result.stderr
+        assert len(result.stderr) < 600
 
 
-def test_a_state_dict_of_parameters_can_be_loaded(run: Path):
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
-    state["policy"] = {name: torch.nn.Parameter(tensor) for name, tensor in state["policy"].items()}
-    torch.save({**state, "size": torch.Size([1]), "dtype": torch.float32}, run / "mine.pt")
-    load_policy(run, checkpoint="mine")
-
-
-def test_what_stands_in_several_places_counts_once(run: Path):
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
-    (group,), tied = state["optimizer"]["param_groups"], torch.zeros(100_000)
-    group["own_betas"] = group["betas"]
-    more = {"again": state["policy"], "tied": [tied] * 20, "views": [tied[:] for _ in range(20)]}
-    torch.save({**state, **more}, run / "checkpoint.pt")
-    assert load_policy(run).steps == 64
-    result = muster("train", "--resume", str(run), *GO_ON)
-    assert result.exit_code == 0, result.output
-
-
-def test_tensors_that_spread_over_more_than_the_file_are_refused(run: Path):
-    torch.save({"steps": 1, "policy": {"a": torch.zeros(1).expand(10**12)}}, run / "checkpoint.pt")
-    with pytest.raises(UsageError, match=r"its [\d,]+ bytes spread over tensors of 4,000,000,000,000$"):
-        load_policy(run)
+def test_what_a_file_repeats_takes_memory_once(run: Path):
+    zeros = b"".join(b'{"$tensor": "a"}, ' for _ in range(10_000))
+    state = f'{{"steps": 1, "policy": {{"a": {{"$tensor": "a"}}}}, "more": [{zeros.decode()} 1]}}'
+    written(run / "checkpoint.safetensors", {**stated(state), "a": span(0, 4 << 20)}, bytes(4 << 20))
+    more = read_checkpoint(run)["more"]
+    assert {one.data_ptr() for one in more[:-1]} == {more[0].data_ptr()}
 
 
 def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -390,11 +360,11 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, 
         goes_on = muster("train", "--resume", str(run), *GO_ON)
         assert (goes_on.exit_code, goes_on.stderr.count("\n")) == (2, 1), goes_on.output
         (run / "config.json").write_text(kept)
-    with (run / "best.pt").open("wb") as file:
+    with (run / "best.safetensors").open("wb") as file:
         file.truncate(2 * memory_left()[0])
-    with pytest.raises(UsageError, match=r"best\.pt asks for more memory than there is: [\d,]+ bytes"):
+    with pytest.raises(UsageError, match=r"best\.safetensors asks for more memory than there is: [\d,]+ bytes"):
         load_policy(run, checkpoint="best")
-    (run / "best.pt").unlink()
+    (run / "best.safetensors").unlink()
     monkeypatch.setattr(run_folder, "memory_left", lambda: (1_000_000, "of a small machine"))
     for changes in (
         {"hidden_sizes": [1], "spaces": {**spaces, "observations": {**box, "shape": [24_000]}}},

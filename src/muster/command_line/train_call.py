@@ -14,7 +14,9 @@ from muster.extras import imports_for
 from muster.introspection import type_name
 from muster.recipes.named import name_of, refuse_while_importing
 
-with imports_for("muster.train needs", "muster-rl[train]", "torch", "tensordict", "rich", "tensorboard", "matplotlib"):
+with imports_for(
+    "muster.train needs", "muster-rl[train]", "torch", "tensordict", "safetensors", "rich", "tensorboard", "matplotlib"
+):
     from torch import nn
 
     from muster.algorithms import PPOConfig

@@ -1,4 +1,4 @@
-"""The folder that one training run fills: config.json, metrics.csv, TensorBoard's event files, checkpoint.pt.
+"""The folder that one training run fills: config.json, metrics.csv, TensorBoard's event files, checkpoint.safetensors.
 
 Each file is complete at any moment: what grows does so by whole pieces; all else is written to another file, which then
 replaces the old one. The folder may come from elsewhere: no link in it is followed, and what is read fits into memory.
@@ -31,10 +31,12 @@ from muster.pool.resources import memory_left
 from muster.training.events import EventWriter, next_events_name
 
 CONFIG, METRICS, PLOT = "config.json", "metrics.csv", "learning_curve.png"
-CHECKPOINT, BEST = "checkpoint.pt", "best.pt"
+SUFFIX = ".safetensors"
+CHECKPOINT, BEST = f"checkpoint{SUFFIX}", f"best{SUFFIX}"
+OLD_CHECKPOINT = "checkpoint.pt"  # of Muster before its first release
 LOST_METRICS = "metrics.lost.csv"  # of a run that was begun again
 COPIES = "checkpoints"  # the folder of the checkpoint's copies
-COPY = re.compile(r"\d{12,}\.pt")
+COPY = re.compile(r"\d{12,}\.safetensors")
 _ASIDE = re.compile(r"\.[\w.]+\.[0-9a-f]{16}\.tmp")  # what `replace_file` writes to
 
 
@@ -140,16 +142,12 @@ class RunFolder:
         self._columns, self._kept = columns, []  # before the file is opened, which may fail: its rows are in it
         self._metrics_file.open()
 
-    def save_checkpoint(self, state: Mapping[str, Any], name: str = CHECKPOINT) -> None:
-        """Saves ``state`` (state dicts, tensors, plain values) as the file ``name``, for ``weights_only=True``."""
-        import torch
-
-        held = io.BytesIO()  # torch would have an error of its own for a disk that is full
-        torch.save(dict(state), held)
+    def save_checkpoint(self, content: bytes, name: str = CHECKPOINT) -> None:
+        """Saves what `packed` has made of a state as the file ``name``."""
         try:
             self._metrics_file.sync()  # no checkpoint is to be there without its rows, unless they cannot be written
         finally:
-            replace_file(self.path, name, held.getbuffer())
+            replace_file(self.path, name, content)
 
     def close(self) -> None:
         with ExitStack() as closing:
@@ -269,7 +267,15 @@ def _make(path: Path) -> None:
 
 
 def states_in(path: Path) -> list[str]:
-    """The names, relative to ``path``, of the newest state, the best, and copies, also where these are no files."""
+    """The names, relative to ``path``, of the newest state, the best, and copies, also where these are no files.
+
+    Raises UsageError where there is only a state of a form that is not read any more.
+    """
+    if os.path.lexists(path / OLD_CHECKPOINT) and not os.path.lexists(path / CHECKPOINT):
+        raise UsageError(
+            f"{path} is a run of an older version of Muster: its {OLD_CHECKPOINT} is a pickle, and states are "
+            f"{CHECKPOINT} now. Train it anew, in another folder."
+        )
     return [name for name in (CHECKPOINT, BEST) if os.path.lexists(path / name)] + files_in(path, COPIES, COPY)
 
 

@@ -19,7 +19,7 @@ from muster.training.plan import plan_of
 from muster.training.run_envs import RunEnvs, open_run_envs
 from muster.training.run_folder import reading
 
-with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict"):
+with imports_for("muster.load_policy needs", "muster-rl[torch]", "torch", "tensordict", "safetensors"):
     import torch
 
     from muster.algorithms.action_network import ActionNetwork, action_networks

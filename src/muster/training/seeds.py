@@ -15,7 +15,7 @@ from muster.training import runs
 from muster.training.comparison import compare_runs, interquartile_mean, interval
 from muster.training.picture import drawn, read_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_folder import new_folder, require_none
+from muster.training.run_folder import CHECKPOINT, new_folder, require_none
 from muster.training.stopping import STOPS, StopSignals
 
 
@@ -45,7 +45,7 @@ def train_seeds(
         except STOPS as error:
             stop.said(error, console.print)
         finally:
-            _print_result([run for run in begun if (run / "checkpoint.pt").exists()], parent, console)
+            _print_result([run for run in begun if (run / CHECKPOINT).exists()], parent, console)
     return runs.Ended(begun, stop.number)
 
 
