@@ -16,6 +16,7 @@ import pytest
 
 import muster
 import programs
+from hanging import go_on, hang, released, worker_threads
 from muster.errors import ClosedError, EnvError, OneEnvPerProcess, WaitTimeout, WorkerTimeout
 from muster.pool import limits
 from muster.pool.limits import AT_ONCE
@@ -46,28 +47,11 @@ class Meeting(gym.Env):
         return event.wait(10)
 
 
-def worker_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("muster-worker")]
-
-
-go_on = threading.Event()
-
-
-def hang():
-    """Does not return before the end of the test."""
-    while not go_on.is_set():
-        time.sleep(0.01)
-
-
 @pytest.fixture(autouse=True)
 def _no_thread_left():
-    yield
-    gc.collect()
-    go_on.set()
-    for thread in threading.enumerate():
-        if thread.name in worker_threads():
-            thread.join(10)
-    go_on.clear()
+    with released():
+        yield
+        gc.collect()
     assert worker_threads() == []
 
 
@@ -206,7 +190,7 @@ def test_a_thread_that_hangs_is_left_behind_and_named_and_the_others_are_closed(
     assert time.monotonic() - started < 10
     assert closed == [2, 3]
     go_on.set()
-    for thread in [one for one in threading.enumerate() if one.name == "muster-worker-0"]:
+    for thread in worker_threads():
         thread.join(10)
     assert sorted(closed) == [0, 1, 2, 3]  # once it goes on
 

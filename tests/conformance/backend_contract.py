@@ -13,7 +13,6 @@ import contextlib
 import functools
 import gc
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from info_contract import InfoContract
 from step_contract import StepContract
 
 import muster
+from hanging import hang, released
 from muster.errors import ClosedError, NotPendingError, PendingError, WaitTimeout, WorkerDied
 from processes import kill_worker
 from sample_envs import Counter, Everything
@@ -51,15 +51,11 @@ REPRODUCIBLE: dict[str, Callable[[], gym.Env[Any, Any]]] = {
 _SIMULATORS = {"HalfCheetah": "mujoco", "Pong": "ale_py"}  # take seconds to start
 
 
-go_on = threading.Event()
-"""Ends the steps of `Stuck` that are under way in this process."""
-
-
 class Stuck(Counter):
-    """An env whose steps take a minute."""
+    """An env whose steps do not end."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        go_on.wait(60.0)
+        hang()
         return super().step(action)
 
 
@@ -180,14 +176,10 @@ class OrderContract(StartContract):
             ("killed", True) if self.has_worker_processes else ("left behind", not self.steps_in_the_caller)
         )
         cut = pytest.warns(RuntimeWarning, match=f"was {verb} before it closed env 0: it was in step of env 0")
-        with cut if has_workers else contextlib.nullcontext():
+        with released(), cut if has_workers else contextlib.nullcontext():
             envs.close(timeout=0.2)
         assert time.monotonic() - started < 20
         assert envs.closed
-        go_on.set()
-        for thread in [one for one in threading.enumerate() if one.name.startswith("muster-worker")]:
-            thread.join(10)
-        go_on.clear()
 
 
 class BackendContract(StepContract, InfoContract, ErrorContract, OrderContract):

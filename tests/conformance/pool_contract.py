@@ -26,6 +26,7 @@ import pool_residents as residents
 import pytest
 from pool_residents import Doing, Echo, Hooks, Notes, Reported, Reports, Waits, plan_for
 
+from hanging import released
 from muster.errors import CannotTravel, ClosedError, UnknownMessage, UsageError, WorkerDied, WorkerTimeout
 from muster.pool import limits
 from muster.pool import pool as pool_module
@@ -75,14 +76,11 @@ class PoolUnderTest:
                 made[-1].start()
             return made[-1]
 
-        yield make
-        residents.go_on.set()
-        for pool in made:
-            pool.close(AT_ONCE)
-        for thread in threading.enumerate():
-            if thread.name.startswith("muster-worker"):
-                thread.join(10.0)
-        residents.go_on.clear()
+        with released():
+            yield make
+            residents.go_on.set()
+            for pool in made:
+                pool.close(AT_ONCE)
         made.clear()
 
 

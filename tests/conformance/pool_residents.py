@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hanging import go_on, hang
 from muster.pool.limits import CloseLimits
 from muster.pool.messages import Build, Failed
 from muster.pool.place import Plan
@@ -178,15 +179,6 @@ def plan_for(index: int, content: Any = None, num_places: int = 1) -> Plan:
 def die(*_: object) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL kills")
-
-
-go_on = threading.Event()
-"""Set at the end of a test: threads that hang cannot be ended."""
-
-
-def hang(*_: object) -> None:
-    while not go_on.is_set():
-        time.sleep(0.01)
 
 
 def hang_in_the_first_part(resident: Echo) -> None:

@@ -199,6 +199,8 @@ class ClosingPlaces(Generic[P]):
         try:
             while True:
                 match place.heard():
+                    case None:
+                        return
                     case Closing(i):
                         progress.begins(i)
                     case Closed(content):

@@ -112,7 +112,7 @@ class Owing:
         raise NotImplementedError
 
     def heard(self) -> object:
-        """The next message that has come as a whole. Raises TimeoutError, ChannelClosed, CannotTravel."""
+        """The next message that has come as a whole, or None. Raises TimeoutError, ChannelClosed, CannotTravel."""
         raise NotImplementedError
 
     def hang_up(self) -> None:

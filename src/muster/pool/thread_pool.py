@@ -89,9 +89,7 @@ class _Thread(Owing):
         return not self.thread.is_alive()
 
     def heard(self) -> object:
-        if not self.unread:
-            raise TimeoutError
-        message = self.unread.popleft()
+        message = self.unread.popleft() if self.unread else None
         self._has_closed = isinstance(message, Closed)
         return message
 
