@@ -57,7 +57,7 @@ def names_of(extra: str) -> set[str]:
     ("extra", "names"),
     [
         ("doctor", {"rich", "psutil"}),
-        ("torch", {"torch", "tensordict"}),
+        ("torch", {"torch", "tensordict", "safetensors"}),
         (
             "train",
             {
@@ -65,6 +65,7 @@ def names_of(extra: str) -> set[str]:
                 "psutil",
                 "torch",
                 "tensordict",
+                "safetensors",
                 "tensorboard",
                 "matplotlib",
                 "opencv-python-headless",
@@ -73,8 +74,8 @@ def names_of(extra: str) -> set[str]:
         ),
         ("marl", {"pettingzoo", "mpe2"}),
         ("sb3", {"stable-baselines3"}),
-        ("torchrl", {"torchrl", "torch", "tensordict"}),
-        ("ray", {"ray", "torch", "tensordict"}),
+        ("torchrl", {"torchrl", "torch", "tensordict", "safetensors"}),
+        ("ray", {"ray", "torch", "tensordict", "safetensors"}),
     ],
 )
 def test_an_extra_brings_what_its_name_says(extra: str, names: set[str]):
