@@ -11,14 +11,6 @@ from muster.pool.messages import Inherited
 from muster.pool.worker_process import close_own, own
 
 
-def with_tracker(fds: Sequence[int]) -> tuple[Inherited, list[int]]:
-    """What a process inherits that receives recipes with `fds`, and the fds to send to it."""
-    tracker, authkey = tracker_fd(), None
-    if "multiprocessing.managers" in sys.modules:
-        authkey = bytes(sys.modules["multiprocessing.process"].current_process().authkey)
-    return Inherited(len(fds), tracker is not None, authkey), [*fds] if tracker is None else [*fds, tracker]
-
-
 class Inheritance:
     """The caller's end. fds: for each worker those that its recipes need, see `recipe.pack`.
 
@@ -35,7 +27,10 @@ class Inheritance:
 
     def of(self, host: int) -> tuple[Inherited, list[int]]:
         """The part of worker `host`, and the fds to send with it."""
-        return with_tracker(self._fds[host])
+        fds, tracker, authkey = self._fds[host], tracker_fd(), None
+        if "multiprocessing.managers" in sys.modules:
+            authkey = bytes(sys.modules["multiprocessing.process"].current_process().authkey)
+        return Inherited(len(fds), tracker is not None, authkey), fds if tracker is None else [*fds, tracker]
 
     def close(self) -> None:
         """Closes the copies of fds; no further worker can be started."""
