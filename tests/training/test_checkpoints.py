@@ -110,8 +110,8 @@ def test_a_run_whose_newest_state_is_gone_stays_as_it_is_until_an_older_one_is_c
     begun_again = ("CartPole-v1", "--run-dir", str(run), *OPTIONS, *made)
     assert "already holds a run" in refused(*begun_again)
     (run / "checkpoint.safetensors").mkdir()
-    assert "checkpoint.safetensors is no file" in refused("--resume", str(run))
-    assert "already holds a run" in refused(*begun_again)
+    for words in (("--resume", str(run)), begun_again):
+        assert "checkpoint.safetensors is no file" in refused(*words)
     (run / "checkpoint.safetensors").rmdir()
     shutil.copy(run / kept, run / "checkpoint.safetensors")
     result = muster("train", "--resume", str(run), "--total-steps=256")

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import errno
 import json
-import os
 import re
 import signal
 import subprocess
@@ -26,9 +25,8 @@ from command import muster
 from muster import load_policy
 from muster import train as train_run
 from muster.errors import ConfigError, UsageError
-from muster.training import run_folder
 from muster.training.checkpoints import packed, read_checkpoint
-from muster.training.run_folder import RunFolder
+from muster.training.run_folder import GrowingFile, RunFolder
 from slow import slow
 
 
@@ -182,16 +180,17 @@ def test_metrics_that_cannot_be_opened_end_no_run_and_keep_no_checkpoint_out(tmp
 
 
 def test_a_new_column_whose_file_cannot_be_opened_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    opened, fails = run_folder.open_file, [True, True]
+    opens, fails = GrowingFile.open, [True, True]
 
-    def open_file(run: Path, name: str, flags: int = os.O_RDONLY) -> int:
-        if name == "metrics.csv" and flags != os.O_RDONLY and fails and fails.pop():
-            raise PermissionError(errno.EACCES, "Permission denied", str(run / name))
-        return opened(run, name, flags)
+    def open_file(file: GrowingFile) -> None:
+        file.close()
+        if fails and fails.pop():
+            raise PermissionError(errno.EACCES, "Permission denied")
+        opens(file)
 
     with RunFolder(tmp_path / "run") as folder:
         folder.append_metrics({"steps": 1, "mean_return": 1.0})
-        monkeypatch.setattr(run_folder, "open_file", open_file)
+        monkeypatch.setattr(GrowingFile, "open", open_file)
         for row in ({"steps": 2, "mean_return": 2.0, "score": 5.0}, {"steps": 3, "mean_return": 3.0, "score": 6.0}):
             with pytest.raises(PermissionError):
                 folder.append_metrics(row)

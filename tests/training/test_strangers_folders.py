@@ -64,31 +64,32 @@ GO_ON = ("--total-steps=128", "--keep=1")
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "metrics.csv", "checkpoint.safetensors", "best.safetensors", "checkpoints"]
-)
+    "name",
+    ["config.json", "metrics.csv", "checkpoint.safetensors", "best.safetensors", "learning_curve.png", "checkpoints",
+     "checkpoints/000000000032.safetensors", "metrics.lost.csv", "logged.jsonl", "wandb", ".wandb"],
+)  # fmt: skip
 def test_no_link_is_followed(run: Path, tmp_path: Path, name: str):
-    (tmp_path / "own").mkdir()
-    (run / name).rename(tmp_path / "own" / name)
-    (run / name).symlink_to(tmp_path / "own" / name)
-    before = contents(tmp_path / "own")
+    own = tmp_path / "own" / Path(name).name
+    own.parent.mkdir()
+    if (run / name).exists():
+        (run / name).rename(own)
+    (run / name).symlink_to(own)
+    before, there = contents(own.parent), contents(run)
     result = muster("train", "--resume", str(run), *GO_ON)
     assert result.exit_code == 1
-    assert f": {name} is a link, and none is followed inside a run folder." in result.stderr
-    checkpoint = {"best.safetensors": "best", "checkpoints": "32"}.get(name)
-    if name != "metrics.csv":
-        for command in ("plot",) if name == "config.json" else ("eval",):
-            words = () if checkpoint is None else ("--checkpoint", checkpoint)
-            assert "is a link" in muster(command, str(run), *words).stderr
-        with pytest.raises(UsageError, match="is a link"):
-            load_policy(run, checkpoint=checkpoint)
-    assert contents(tmp_path / "own") == before
+    assert f"{run / name} is a link, and none is followed inside a run folder." in result.stderr
+    assert contents(run) == there
+    for command in ("plot", "eval"):
+        assert "is a link" in muster(command, str(run)).stderr
+    with pytest.raises(UsageError, match="is a link"):
+        load_policy(run)
+    assert contents(own.parent) == before
 
 
 def test_no_link_that_lies_in_the_way_is_written_through(run: Path, tmp_path: Path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    (run / "learning_curve.png").unlink()
-    for name in ("learning_curve.png", "checkpoint.safetensors.tmp", "config.json.tmp", "metrics.csv.tmp"):
+    for name in ("checkpoint.safetensors.tmp", "config.json.tmp", "metrics.csv.tmp"):
         (run / name).symlink_to(victim)
     result = muster("train", "--resume", str(run), *GO_ON)
     assert result.exit_code == 0, result.output

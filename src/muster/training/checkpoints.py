@@ -30,9 +30,7 @@ from muster.training.run_folder import (
     RunFolder,
     as_word,
     files_in,
-    has_file,
     reading,
-    remove_file,
     require_room,
     states_in,
 )
@@ -95,7 +93,7 @@ class Checkpoints:
             if name.startswith(COPIES) and self._keep is not None:
                 copies = files_in(self._folder.path, COPIES, COPY)
                 for old in copies[: len(copies) - self._keep]:
-                    remove_file(self._folder.path, old)
+                    (self._folder.path / old).unlink(missing_ok=True)
         self._saved_at = time.monotonic()
 
 
@@ -113,11 +111,11 @@ def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> tup
     steps = name.replace("_", "")
     names = [*([_name_of(int(steps))] if steps.isdecimal() else []), name, f"{name}{SUFFIX}"]
     for one in (*(f"{COPIES}/{one}" for one in names), *names):
-        if has_file(run, one):
+        if (run / one).is_file():
             return run, one
     path = Path(name)
     if path.is_file():
-        return path.resolve().parent, path.resolve().name  # the user's own, who may have links
+        return path.parent, path.name
     there = [Path(one).stem for one in states_in(run)]
     raise UsageError(f"{run} has no checkpoint {name!r}, which is no file either; it has: {', '.join(there) or 'none'}")
 
@@ -177,7 +175,7 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
         if states:
             remedy = f"To go on, copy an older state to it: {', '.join(states)}"
         raise UsageError(f"{path} has no {name}. {remedy}")
-    if not has_file(path, name):  # a pipe would keep its reader waiting
+    if not file.is_file():  # a pipe would keep its reader waiting
         raise UsageError(f"{file} is no file. Remove it, or choose another run folder.")
     size = file.stat().st_size
     require_room(file, size)
@@ -219,7 +217,7 @@ def _unpacked(text: str, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any
 def states_after(run: Path, steps: int) -> list[str]:
     """The names of the best state and of copies, where they are of more than so many steps."""
     with reading(run / BEST):
-        best = [BEST] if has_file(run, BEST) and read_checkpoint(run, BEST)["steps"] > steps else []
+        best = [BEST] if (run / BEST).exists() and read_checkpoint(run, BEST)["steps"] > steps else []
     return best + [copy for copy in files_in(run, COPIES, COPY) if copy > f"{COPIES}/{_name_of(steps)}"]
 
 
@@ -229,7 +227,7 @@ def _no_checkpoint(file: Path, problem: str) -> UsageError:
 
 def _best_of(run: Path) -> Evaluation | None:
     """The evaluation in best.safetensors. Raises UsageError where the file is damaged."""
-    if not has_file(run, BEST):
+    if not (run / BEST).exists():
         return None
     with reading(run / BEST):
         held = read_checkpoint(run, BEST).get("evaluation")

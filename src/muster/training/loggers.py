@@ -26,8 +26,6 @@ from muster.recipes.named import callable_named
 from muster.training.run_folder import (
     METRICS,
     GrowingFile,
-    has_file,
-    holder_of,
     new_folder,
     read_columns,
     read_file,
@@ -70,16 +68,17 @@ class Loggers:
             for row in rows:
                 self.add(dict(zip(columns, row, strict=True)))
         lines = [json.dumps({"logger": name, **mark}) + "\n" for name, mark in self._marks.items()]
-        replace_file(run, LOGGED, "".join(lines).encode())
-        self._file = GrowingFile(run, LOGGED)
+        replace_file(run / LOGGED, "".join(lines).encode())
+        self._file = GrowingFile(run / LOGGED)
 
     def _start_wandb(self, config: Mapping[str, Any]) -> Callable[[dict[str, float]], object]:
         mark = self._marks.setdefault("wandb", {"steps": 0, "id": secrets.token_hex(4), "open": ""})
         # Records of a run that was killed lack what wandb had not written yet: the next ones have all of their rows.
         # They stay beside these, under a name that `wandb sync` leaves out: they may have what a callback has logged.
-        if _OPEN.fullmatch(mark["open"]):
-            with suppress(FileNotFoundError, UsageError), holder_of(self._run, mark["open"]) as (holder, last):
-                os.rename(last, f"cut-{last}", src_dir_fd=holder, dst_dir_fd=holder)
+        records = self._run.resolve() / mark["open"]
+        if _OPEN.fullmatch(mark["open"]) and records.resolve() == records:  # on no link
+            with suppress(FileNotFoundError):
+                records.rename(records.with_name(f"cut-{records.name}"))
         run = self._wandb = wandb_run(self._run, mark["id"], config=dict(config))
         mark["open"] = "/".join(Path(run.dir).parts[-4:-1])
         mark["steps"] = max(mark["steps"], run.step - 1)  # what the server has
@@ -206,10 +205,10 @@ def _wandb() -> Iterator[Any]:
 
 def _read_marks(run: Path) -> dict[str, dict[str, Any]]:
     """How far each logger of the run has come: its last line that is whole."""
-    if not has_file(run, LOGGED):
+    if not (run / LOGGED).exists():
         return {}
     with reading(run / LOGGED):
-        lines = read_file(run, LOGGED).decode().rpartition("\n")[0].splitlines()
+        lines = read_file(run / LOGGED).decode().rpartition("\n")[0].splitlines()
         marks = {str(mark.pop("logger")): mark for mark in map(json.loads, lines)}
         for name, mark in marks.items():
             mark |= {"steps": int(mark["steps"])}

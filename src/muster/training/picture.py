@@ -113,7 +113,7 @@ def plot_learning_curve(run: Path, plot_path: Path, *, title: str, goal: float |
     """Draws `learning_curve` into a PNG. Raises as that."""
     # A run's own picture: a pipe in its place has no reader to wait for.
     picture = learning_curve(run, title=title, goal=goal)
-    picture.save(plot_path, lambda path, content: replace_file(path.parent, path.name, content))
+    picture.save(plot_path, replace_file)
 
 
 def learning_curve(run: Path, *, title: str, goal: float | None = None) -> Picture:

@@ -1,7 +1,8 @@
 """The folder that one training run fills: config.json, metrics.csv, TensorBoard's event files, checkpoint.safetensors.
 
 Each file is complete at any moment: what grows does so by whole pieces; all else is written to another file, which then
-replaces the old one. The folder may come from elsewhere: no link in it is followed, and what is read fits into memory.
+replaces the old one. The folder may come from elsewhere: it is scanned for links as it is opened, and what is read fits
+into memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import re
 import secrets
 import shlex
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -37,6 +37,10 @@ OLD_CHECKPOINT = "checkpoint.pt"  # of Muster before its first release
 LOST_METRICS = "metrics.lost.csv"  # of a run that was begun again
 COPIES = "checkpoints"  # the folder of the checkpoint's copies
 COPY = re.compile(r"\d{12,}\.safetensors")
+_FILES = re.compile(
+    r"config\.json|metrics(\.lost)?\.csv|logged\.jsonl|learning_curve\.png|.*\.safetensors|events\.out\.tfevents\..*"
+)
+_LOGS = re.compile(r"\.?wandb(-[\d-]+)?")
 _ASIDE = re.compile(r"\.[\w.]+\.[0-9a-f]{16}\.tmp")  # what `replace_file` writes to
 
 
@@ -67,11 +71,11 @@ class RunFolder:
         try:
             if not resume:  # of two runs that start here at once, only one has the lock
                 require_none(path)
-                replace_file(path, METRICS, b"")
+                replace_file(path / METRICS, b"")
             for folder in ("", COPIES):
                 for aside in files_in(path, folder, _ASIDE):
-                    remove_file(path, aside)  # of a process that was killed
-            self._metrics_file = GrowingFile(path, METRICS)
+                    (path / aside).unlink(missing_ok=True)  # of a process that was killed
+            self._metrics_file = GrowingFile(path / METRICS)
         except BaseException:
             os.close(self._lock)
             raise
@@ -79,7 +83,7 @@ class RunFolder:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes ``config`` as JSON; TensorBoard shows its values that are no dicts among the hparams."""
         self._config = dict(config)
-        replace_file(self.path, CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+        replace_file(self.path / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
     def append_metrics(self, row: Mapping[str, float], scalars: Mapping[str, float] | None = None) -> None:
         """Appends a line to metrics.csv, and ``scalars`` (by ``group/name``) for TensorBoard; ``row`` has "steps".
@@ -110,7 +114,7 @@ class RunFolder:
             self._events[0].write_out()
 
     def _begin_events(self, after_step: int) -> tuple[GrowingFile, EventWriter]:
-        file = GrowingFile(self.path, next_events_name(os.listdir(self._lock)), is_new=True)
+        file = GrowingFile(self.path / next_events_name(os.listdir(self._lock)), is_new=True)
         options = {name: value for name, value in self._config.items() if not isinstance(value, dict)}
         return file, EventWriter(file.add, after_step=after_step, options=options, run=self.path.name)
 
@@ -128,17 +132,16 @@ class RunFolder:
 
         They are where they are more than the first: then it had saved states, or found no room for them.
         """
-        metrics = read_file(self.path, METRICS)
+        metrics, lost = read_file(self.metrics_path), self.path / LOST_METRICS
         if keeps := not _is_early(metrics):
-            before = read_file(self.path, LOST_METRICS) if has_file(self.path, LOST_METRICS) else b""
-            replace_file(self.path, LOST_METRICS, before + metrics)
+            replace_file(lost, (read_file(lost) if lost.exists() else b"") + metrics)
         self.drop_metrics_after(0)
         return keeps
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """Replaces metrics.csv by one of these columns and rows, where what a row lacks is an empty field."""
         table: list[list[Any]] = [columns, *([row.get(name) for name in columns] for row in rows)]
-        replace_file(self.path, METRICS, _csv(table if columns else []))
+        replace_file(self.metrics_path, _csv(table if columns else []))
         self._columns, self._kept = columns, []  # before the file is opened, which may fail: its rows are in it
         self._metrics_file.open()
 
@@ -147,7 +150,8 @@ class RunFolder:
         try:
             self._metrics_file.sync()  # no checkpoint is to be there without its rows, unless they cannot be written
         finally:
-            replace_file(self.path, name, content)
+            (self.path / name).parent.mkdir(exist_ok=True)
+            replace_file(self.path / name, content)
 
     def close(self) -> None:
         with ExitStack() as closing:
@@ -178,7 +182,7 @@ def read_columns(run: Path) -> dict[str, np.ndarray[tuple[int], np.dtype[np.floa
 def _read_rows(run: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """The columns and the rows of metrics.csv."""
     with reading(run / METRICS):
-        text = read_file(run, METRICS).decode()
+        text = read_file(run / METRICS).decode()
         whole = text[: text.rfind("\n") + 1]  # a machine that stopped may leave half a line
         reader = csv.DictReader(io.StringIO(whole, newline=""))
         return list(reader.fieldnames or []), list(reader)
@@ -204,16 +208,17 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def require_run(path: Path) -> None:
-    """Raises UsageError where ``path`` holds no run. One that was killed early has no checkpoint yet."""
+    """Raises UsageError where ``path`` holds no run, and as `scan`. One that was killed early has no checkpoint yet."""
+    scan(path)
     for name in (CONFIG, METRICS):
-        if not has_file(path, name):
+        if not (path / name).is_file():
             raise UsageError(f"{path} holds no run: it has no {name}. Runs are made by muster train.")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The config of the run in the folder ``path``. Raises RunConfigError where it is no dict in JSON."""
     require_run(path)
-    text = read_file(path, CONFIG)
+    text = read_file(path / CONFIG)
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -255,8 +260,9 @@ def require_local(path: Path) -> None:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether there is a run in the folder that can be gone on with. Raises UsageError for a link."""
-    return has_file(path, CONFIG) and has_file(path, METRICS)
+    """Whether there is a run in the folder that can be gone on with. Raises as `scan`."""
+    scan(path)
+    return (path / CONFIG).is_file() and (path / METRICS).is_file()
 
 
 def _make(path: Path) -> None:
@@ -280,11 +286,15 @@ def states_in(path: Path) -> list[str]:
 
 
 def require_none(path: Path) -> None:
-    """Raises UsageError where the folder holds a run, but for one that was killed before its first checkpoint."""
-    states, held = states_in(path), [has_file(path, name) for name in (CONFIG, METRICS)]  # refuses links by name
+    """Raises UsageError where the folder holds a run, but for one that was killed before its first checkpoint.
+
+    Raises also as `scan`.
+    """
+    scan(path)
+    states = states_in(path)
     with suppress(UsageError):
-        rows = read_file(path, METRICS) if held[1] else b""
-        is_own = {"algorithm", "preset"} <= read_config(path).keys() if held[0] else not rows
+        rows = read_file(path / METRICS) if (path / METRICS).exists() else b""
+        is_own = {"algorithm", "preset"} <= read_config(path).keys() if (path / CONFIG).exists() else not rows
         if not states and is_own and _is_early(rows):
             return
     raise UsageError(
@@ -309,69 +319,31 @@ def _lock(path: Path) -> int:
     return folder
 
 
-# ---- the files of a folder that may come from elsewhere
+def scan(run: Path) -> None:
+    """Raises UsageError for a link among Muster's names in the folder, and where one is no file, or no folder.
 
-
-@contextmanager
-def holder_of(run: Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-    """An fd of the folder that holds the file ``name`` of the run in ``run``, and the file's name in that folder.
-
-    name: relative to ``run``. The path ``run`` may have links, below it none is followed.
-    make: makes the folder where there is none. Raises UsageError for a link.
+    The path ``run`` may have links. Nothing is looked at again: files may be swapped while they are used.
     """
-    *folders, last = name.split("/")
-    with ExitStack() as closing:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        holder = os.open(run, flags)
-        closing.callback(os.close, holder)
-        for folder in folders:
-            if make:
-                with suppress(FileExistsError):
-                    os.mkdir(folder, dir_fd=holder)
-            _refuse_link(run / name, folder, holder)
-            holder = os.open(folder, flags | os.O_NOFOLLOW, dir_fd=holder)
-            closing.callback(os.close, holder)
-        yield holder, last
+    for folder in (run, run / COPIES):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for path in folder.iterdir():
+                kind = "folder" if path == run / COPIES else "file" if _FILES.fullmatch(path.name) else ""
+                if path.is_symlink() and (kind or _LOGS.fullmatch(path.name)):
+                    raise UsageError(
+                        f"{path} is a link, and none is followed inside a run folder. Put there what it leads to; for "
+                        "another disk, move the whole folder there"
+                    )
+                if kind and not (path.is_dir() if kind == "folder" else path.is_file()):
+                    raise UsageError(f"{path} is no {kind}. Remove it, or choose another run folder.")
 
 
-def open_file(run: Path, name: str, flags: int = os.O_RDONLY) -> int:
-    """An fd of the file ``name`` of the run in the folder ``run``.
-
-    Raises UsageError for a link, for what is no file, and for more than memory holds; and what `os.open` raises.
-    """
-    with holder_of(run, name) as (holder, last), naming(run / name, aside=last):
-        _refuse_link(run / name, last, holder)
-        # A pipe would keep its reader waiting.
-        safely = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        file = os.open(last, flags | safely, 0o666, dir_fd=holder)
-    try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise UsageError(f"{run / name} is no file. Remove it, or choose another run folder.")
-        if flags == os.O_RDONLY:
-            require_room(run / name, found.st_size)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
-def has_file(run: Path, name: str) -> bool:
-    """Whether the run in the folder ``run`` has the file ``name``. Raises UsageError for a link."""
-    with suppress(FileNotFoundError, NotADirectoryError), holder_of(run, name) as (holder, last):
-        _refuse_link(run / name, last, holder)
-        return stat.S_ISREG(os.stat(last, dir_fd=holder, follow_symlinks=False).st_mode)
-    return False
-
-
-def read_file(run: Path, name: str) -> bytes:
-    """The content of the file ``name`` of the run in the folder ``run``. Raises as `open_file`.
+def read_file(path: Path) -> bytes:
+    """The content of a run's file. Raises RunConfigError where memory does not hold it.
 
     There is memory for 32 times the content, which lists in lists and rows of a table take.
     """
-    with open(open_file(run, name), "rb") as file:
-        require_room(run / name, 32 * os.fstat(file.fileno()).st_size)
-        return file.read()
+    require_room(path, 32 * path.stat().st_size)
+    return path.read_bytes()
 
 
 def files_in(run: Path, folder: str, names: re.Pattern[str]) -> list[str]:
@@ -379,36 +351,30 @@ def files_in(run: Path, folder: str, names: re.Pattern[str]) -> list[str]:
 
     folder: relative to ``run``, "" for the run's own.
     """
-    inside = f"{folder}/" if folder else ""
-    with suppress(FileNotFoundError, NotADirectoryError), holder_of(run, f"{inside}.") as (holder, _):
-        paths = [f"{inside}{name}" for name in sorted(filter(names.fullmatch, os.listdir(holder)))]
-        return [path for path in paths if has_file(run, path)]
-    return []
+    there = (run / folder).iterdir() if (run / folder).is_dir() else ()
+    found = sorted(path for path in there if names.fullmatch(path.name) and path.is_file())
+    return [str(path.relative_to(run)) for path in found]
 
 
-def remove_file(run: Path, name: str) -> None:
-    """Removes the file ``name`` of the run in the folder ``run``, where there is one."""
-    with holder_of(run, name) as (holder, last), suppress(FileNotFoundError):
-        os.unlink(last, dir_fd=holder)
-
-
-def replace_file(run: Path, name: str, content: bytes | memoryview) -> None:
-    """Writes the file ``name`` of the run in ``run`` as a whole, synced before it replaces the old one."""
-    with holder_of(run, name, make=True) as (holder, last):
-        aside = f".{last}.{secrets.token_hex(8)}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+def replace_file(path: Path, content: bytes | memoryview) -> None:
+    """Writes a file as a whole, synced before it replaces the old one, or a link."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with naming(path, aside=aside):
+            with open(aside, "xb", buffering=0) as file:
+                _write_at(file.fileno(), content, 0)
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()  # half a file on a disk that may be full
+        raise
+    with suppress(OSError):  # not every file system can
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with naming(run / name, aside=aside):
-                with open(os.open(aside, flags, 0o666, dir_fd=holder), "wb", buffering=0) as file:
-                    _write_at(file.fileno(), content, 0)
-                    os.fsync(file.fileno())
-                os.replace(aside, last, src_dir_fd=holder, dst_dir_fd=holder)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(aside, dir_fd=holder)  # half a file on a disk that may be full
-            raise
-        with suppress(OSError):  # not every file system can
-            os.fsync(holder)
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_named(path: Path, content: bytes) -> None:
@@ -417,7 +383,7 @@ def write_named(path: Path, content: bytes) -> None:
         path = path.parent / path.readlink()  # of /dev/stdout, to an fd
     is_fd = path.parent.resolve() == Path("/dev/fd").resolve() and path.name.isdecimal()
     if not is_fd and (path.is_symlink() or path.is_file() or not path.exists()):
-        replace_file(path.parent, path.name, content)
+        replace_file(path, content)
         return
     # An fd as it is: opened anew it would begin at the start, and what is printed later would lie over it.
     with naming(path), open(int(path.name) if is_fd else path, "wb", closefd=not is_fd) as file:
@@ -430,8 +396,8 @@ class GrowingFile:
     is_new: the file is created, with the first piece that is written.
     """
 
-    def __init__(self, run: Path, name: str, *, is_new: bool = False) -> None:
-        self._run, self._name, self._fd = run, name, -1
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+        self._path, self._fd = path, -1
         self._flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_new else 0)
         # The bytes in the file, and those to come; one attribute, so that no interrupt comes between the two.
         self._state = 0, b""
@@ -439,9 +405,9 @@ class GrowingFile:
             self.open()
 
     def open(self) -> None:
-        """Opens the file that has the name now. Raises as `open_file`: then `write_out` opens it."""
+        """Opens the file that has the name now. Raises OSError: then `write_out` opens it."""
         self.close()
-        self._fd = open_file(self._run, self._name, self._flags)
+        self._fd = os.open(self._path, self._flags)
         self._state = os.fstat(self._fd).st_size, self._state[1]
 
     def add(self, piece: bytes) -> None:
@@ -455,7 +421,7 @@ class GrowingFile:
             self.open()
         size, waiting = self._state
         try:
-            with naming(self._run / self._name):
+            with naming(self._path):
                 _write_at(self._fd, waiting, size)
         except OSError:
             os.ftruncate(self._fd, size)
@@ -463,10 +429,10 @@ class GrowingFile:
         self._state = size + len(waiting), b""
 
     def sync(self) -> None:
-        """Waits until what was written is on the disk. Raises OSError, and as `open_file`."""
+        """Waits until what was written is on the disk. Raises OSError."""
         if self._fd < 0:
             self.open()
-        with naming(self._run / self._name):
+        with naming(self._path):
             os.fsync(self._fd)
 
     def close(self) -> None:
@@ -480,16 +446,6 @@ def _write_at(file: int, content: bytes | memoryview, start: int) -> None:
     written, view = 0, memoryview(content)
     while written < len(view):
         written += os.pwrite(file, view[written:], start + written)
-
-
-def _refuse_link(path: Path, name: str, holder: int) -> None:
-    """Raises UsageError where ``name`` in the folder is a link. path: of the file that was to be opened."""
-    with suppress(FileNotFoundError):
-        if stat.S_ISLNK(os.stat(name, dir_fd=holder, follow_symlinks=False).st_mode):
-            raise UsageError(
-                f"{path}: {name} is a link, and none is followed inside a run folder. Put there what it leads to; for "
-                "another disk, move the whole folder there"
-            )
 
 
 def require_room(path: Path, size: int) -> None:
