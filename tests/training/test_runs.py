@@ -247,18 +247,6 @@ def test_tensorboard_forgets_what_a_killed_run_wrote_beyond_its_checkpoint(tmp_p
         assert [value for _, value in shown] == [*kept, float(reached), float(reached)]
 
 
-def test_a_clock_that_went_back_loses_no_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run, clock = tmp_path / "run", iter((2_000_000_000.0, 1_900_000_000.0, 1_000_000_000.0))
-    for reached, now in enumerate(clock):
-        monkeypatch.setattr("time.time", lambda now=now: now)
-        with RunFolder(run, resume=reached > 0) as folder:
-            folder.write_config({})
-            folder.save_checkpoint(packed({}))
-            folder.drop_metrics_after(reached)
-            folder.append_metrics({"steps": reached + 1}, {"losses/a": float(reached)})
-    assert seen_by_tensorboard(run, "losses/a") == [(1, 0.0), (2, 1.0), (3, 2.0)]
-
-
 def test_a_run_goes_on_without_a_gap_or_a_row_twice(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "512", "--normalize-observations", "--normalize-rewards")
     first = read_metrics(run)

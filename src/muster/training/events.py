@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import time
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from muster.errors import printable
 from muster.extras import imports_for
@@ -32,61 +33,71 @@ CHARTS = {
     "eval_length": "eval/mean_ep_length",
     "seconds": "time/time_elapsed",
 }
-_PREFIX = "events.out.tfevents."
-_LONGEST = 255  # bytes of a file's name
+_ROOM = 1 << 16  # bytes that a disk must have for another event file
 
 
-def next_events_name(names: Iterable[str]) -> str:
-    """The name of a run's next event file. names: of all in its folder.
-
-    TensorBoard reads a folder's files in the order of their names, so it is later than those, whatever the clock says.
-    """
-    last = max((name for name in names if name.startswith(_PREFIX)), default="")
-    later = f"{last}0" if len(os.fsencode(last)) < _LONGEST else f"{_PREFIX}~"  # which comes after digits and letters
-    return max(f"{_PREFIX}{time.time():017.6f}", later)
-
-
-class EventWriter:
-    """Passes scalars to ``write`` as records of an event file. Raises ImportError without tensorboard.
+class EventLog:
+    """Scalars in event files in the folder ``run``, by torch's SummaryWriter. Raises ImportError without tensorboard.
 
     after_step: the step from which the run goes on: TensorBoard then drops later steps that earlier files hold. -1 for
     a run that begins.  options: what the run was started with, shown among TensorBoard's hparams; whole numbers,
-    floats and booleans as such, the rest by its text.  run: the run's name there.
+    floats and booleans as such, the rest by its text.
     """
 
-    def __init__(
-        self,
-        write: Callable[[bytes], object],
-        *,
-        after_step: int = -1,
-        options: Mapping[str, Any] | None = None,
-        run: str = "",
-    ) -> None:
+    def __init__(self, run: Path, *, after_step: int = -1, options: Mapping[str, Any] | None = None) -> None:
         with imports_for("Event files need", "muster-rl[train]", "tensorboard"):
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        self._event, self._summary, self._records, self._write = Event, Summary, RecordWriter, write
-        # Without TensorBoard's EventFileWriter, whose `close` never returns after a Ctrl-C inside its queue.
-        self._add(file_version="brain.Event:2")
-        # The first file has a START, too: only a START after another START shows TensorBoard that a run goes on.
-        self._add(step=after_step + 1, session_log=SessionLog(status=SessionLog.START))
-        if options:
-            kept = (bool, int, float)
-            plain = {name: one if isinstance(one, kept) else printable(str(one)) for name, one in options.items()}
-            self._add(summary=hparams_pb(plain, trial_id=printable(run)))  # a folder's name may be no UTF-8
+            import tensorboard.summary.writer  # noqa: F401  (by its own name, for the error)
+        self._run, self._after, self._options = run, after_step, options
+        self._rows: list[tuple[int, Mapping[str, float]]] = []  # those that may not be in a file
+        self._writer: Any = None
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Writes scalars for one step. scalars: by ``group/name``, the name of the chart; nan is left out."""
-        known = {tag: value for tag, value in scalars.items() if not math.isnan(value)}
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
-        self._add(step=step, summary=self._summary(value=values))
+        """Adds scalars for one step. scalars: by ``group/name``, the name of the chart; nan is left out."""
+        self._rows.append((step, {tag: value for tag, value in scalars.items() if not math.isnan(value)}))
 
-    def _add(self, **fields: Any) -> None:
-        record = io.BytesIO()
-        self._records(record).write(self._event(wall_time=time.time(), **fields).SerializeToString())
-        self._write(record.getvalue())
+    def write_out(self) -> None:
+        """Writes what was added. Raises OSError; the next call then writes it to another file."""
+        with patch.object(threading, "excepthook", _said_here(threading.excepthook)):
+            try:
+                self._writer = self._writer or self._begun()
+                for step, scalars in self._rows:
+                    for tag, value in scalars.items():
+                        self._writer.add_scalar(tag, value, step)
+                self._writer.flush()
+            except OSError:  # which this writer would raise for ever
+                self.close()
+                raise
+        self._after, self._rows = self._rows[-1][0] if self._rows else self._after, []
+
+    def _begun(self) -> Any:
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from torch.utils.tensorboard import SummaryWriter
+
+        with tempfile.TemporaryFile(dir=self._run) as file:  # else each try would leave an empty file
+            file.write(bytes(_ROOM))
+        # The first file has a START, too: only a START after another START shows TensorBoard that a run goes on.
+        writer: Any = SummaryWriter(str(self._run), purge_step=self._after + 1)
+        if self._options:
+            kept = (bool, int, float)
+            plain = {name: one if isinstance(one, kept) else printable(str(one)) for name, one in self._options.items()}
+            # A folder's name may be no UTF-8.
+            writer.file_writer.add_summary(hparams_pb(plain, trial_id=printable(self._run.name)))
+        return writer
+
+    def close(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+
+def _said_here(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A `threading.excepthook` that leaves out OSErrors in TensorBoard's threads: who writes or flushes raises them."""
+
+    def excepthook(raised: threading.ExceptHookArgs) -> None:
+        if not (issubclass(raised.exc_type, OSError) and type(raised.thread).__module__.startswith("tensorboard.")):
+            hook(raised)
+
+    return excepthook
 
 
 def charts(row: Mapping[str, float]) -> dict[str, float]:

@@ -28,7 +28,7 @@ import numpy as np
 from muster.errors import ConfigError, MusterError, RunConfigError, UsageError
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.resources import memory_left
-from muster.training.events import EventWriter, next_events_name
+from muster.training.events import EventLog
 
 CONFIG, METRICS, PLOT = "config.json", "metrics.csv", "learning_curve.png"
 SUFFIX = ".safetensors"
@@ -62,7 +62,7 @@ class RunFolder:
         self._columns: list[str] = []
         self._kept: list[dict[str, Any]] = []  # rows that have not been handed to the file
         self._last_step = -1
-        self._events: tuple[GrowingFile, EventWriter] | None = None
+        self._events: EventLog | None = None
         if resume:
             require_run(path)
         else:
@@ -100,8 +100,10 @@ class RunFolder:
             after, self._last_step = self._last_step, step
             self._kept.append({name: "" if math.isnan(value) else value for name, value in row.items()})
             if scalars is not None:
-                self._events = self._events or self._begin_events(after)
-                self._events[1].add(scalars, step)
+                if self._events is None:
+                    options = {name: value for name, value in self._config.items() if not isinstance(value, dict)}
+                    self._events = EventLog(self.path, after_step=after, options=options)
+                self._events.add(scalars, step)
         self._metrics_file.write_out()
         columns = list(dict.fromkeys([*self._columns, *itertools.chain(*self._kept)]))
         if columns == self._columns:
@@ -111,12 +113,8 @@ class RunFolder:
         self._kept = []
         self._metrics_file.write_out()
         if self._events is not None:
-            self._events[0].write_out()
-
-    def _begin_events(self, after_step: int) -> tuple[GrowingFile, EventWriter]:
-        file = GrowingFile(self.path / next_events_name(os.listdir(self._lock)), is_new=True)
-        options = {name: value for name, value in self._config.items() if not isinstance(value, dict)}
-        return file, EventWriter(file.add, after_step=after_step, options=options, run=self.path.name)
+            with naming(self.path):
+                self._events.write_out()
 
     def drop_metrics_after(self, steps: int) -> dict[str, str]:
         """Drops the rows of metrics.csv beyond ``steps``, which the checkpoint lacks. Returns the last row left."""
@@ -154,12 +152,15 @@ class RunFolder:
             replace_file(self.path / name, content)
 
     def close(self) -> None:
-        with ExitStack() as closing:
+        with (
+            Uninterrupted(),
+            ExitStack() as closing,
+        ):  # an interrupt in its queue would keep the events' writer for ever
             if self._lock >= 0:
                 closing.callback(os.close, self._lock)
                 self._lock = -1
             if self._events is not None:
-                closing.callback(self._events[0].close)
+                closing.callback(self._events.close)
             closing.callback(self._metrics_file.close)
 
     def __enter__(self) -> RunFolder:
@@ -391,23 +392,18 @@ def write_named(path: Path, content: bytes) -> None:
 
 
 class GrowingFile:
-    """A file of a run that grows by whole pieces: what finds no room is kept for the next `write_out`.
+    """A file of a run that grows by whole pieces: what finds no room is kept for the next `write_out`."""
 
-    is_new: the file is created, with the first piece that is written.
-    """
-
-    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path, self._fd = path, -1
-        self._flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_new else 0)
         # The bytes in the file, and those to come; one attribute, so that no interrupt comes between the two.
         self._state = 0, b""
-        if not is_new:
-            self.open()
+        self.open()
 
     def open(self) -> None:
         """Opens the file that has the name now. Raises OSError: then `write_out` opens it."""
         self.close()
-        self._fd = os.open(self._path, self._flags)
+        self._fd = os.open(self._path, os.O_WRONLY)
         self._state = os.fstat(self._fd).st_size, self._state[1]
 
     def add(self, piece: bytes) -> None:
