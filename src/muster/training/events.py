@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ class EventLog:
 
         with tempfile.TemporaryFile(dir=self._run) as file:  # else each try would leave an empty file
             file.write(bytes(_ROOM))
+        if any(self._run.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(1)  # TensorBoard reads files by the order of their names, and those of one second have none
         # The first file has a START, too: only a START after another START shows TensorBoard that a run goes on.
         writer: Any = SummaryWriter(str(self._run), purge_step=self._after + 1)
         if self._options:
