@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import warnings
+import weakref
+from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -12,7 +17,8 @@ from asked import Colour, Paint, Painted
 
 import muster
 from local_nodes import LocalNodes
-from muster.errors import EnvError
+from muster.errors import EnvError, WorkerDied
+from processes import kill_worker
 
 VECTOR_ENVS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
@@ -90,3 +96,65 @@ def test_a_policy_that_stays_asks_it() -> None:
     with collected:
         collected.ask(Paint({0: "red"}))
         assert collected.ask(Colour()) == "0:red 1:white 2:white 3:white"
+
+
+class Held:
+    """Holds what must not be held in another process."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Held, (None,)
+
+
+@pytest.mark.parametrize("verb", ["call", "set_attr"])
+def test_a_question_keeps_no_vector_env_alive(verb: str) -> None:
+    envs = muster.make_vec(Painted, 2, num_workers=2)
+    if verb == "call":
+        envs.call(lambda env, index, held: index, Held(envs))
+    else:
+        envs.set_attr("colour", Held(envs))
+    left = weakref.ref(envs)
+    del envs
+    gc.collect()
+    assert left() is None
+
+
+class Drawing(Painted):
+    """Observes a number of the global generator; a `lock` that cannot be set again."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float64)
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "lock":
+            with open(f"{self.folder}/{value}", "x"):
+                pass
+        super().__setattr__(name, value)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.array([random.random()]), {}
+
+
+def test_envs_of_a_worker_are_seeded_though_the_first_refuses_its_reset(tmp_path: Path) -> None:
+    drawn = []
+    for run in range(2):
+        with (
+            warnings.catch_warnings(),
+            muster.make_vec(
+                Drawing, 2, num_workers=1, on_failure="restart", env_kwargs={"folder": str(tmp_path)}
+            ) as envs,
+        ):
+            warnings.simplefilter("ignore")
+            envs.reset(seed=0)
+            envs.set_attr("lock", [f"first-{run}", f"second-{run}"])
+            Path(tmp_path, f"second-{run}").unlink()  # the second env may take its lock again
+            kill_worker(envs, 0)
+            with pytest.raises(WorkerDied):
+                envs.get_attr("colour")
+            drawn.append(envs.reset(seed=5)[0].ravel().tolist())
+    assert drawn[0][1] == drawn[1][1]

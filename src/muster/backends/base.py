@@ -107,10 +107,14 @@ class Backend(ABC):
 
     @abstractmethod
     def answers(self, timeout_s: float | None) -> list[Any]:
-        """What each env has answered, a Failure where it raised. Raises WaitTimeout.
+        """The answer of each env, a Failure where it raised. Raises WaitTimeout.
 
-        None for the envs of a worker that was lost, if the new ones are asked again.
+        None for the envs of a worker that was lost, if the new ones are asked again. The same until they are dropped.
         """
+
+    @abstractmethod
+    def drop_answers(self) -> None:
+        """Drops the answers that have come or will come."""
 
     @abstractmethod
     def restart(self, restart: Restart) -> bool:
@@ -141,8 +145,11 @@ class Backend(ABC):
 
     def answers_to(self, question: EnvQuestion) -> list[Any]:
         """Asks envs, and returns what each has answered."""
-        self.ask(question)
-        return self.answers(None)
+        try:
+            self.ask(question)
+            return self.answers(None)
+        finally:
+            self.drop_answers()
 
     def ids_of(self, question: EnvQuestion) -> Array:
         """The indices of the envs that a question asks."""

@@ -47,7 +47,7 @@ class PooledBackend(Backend):
         self._limits, self.close_limits = limits, limits.close()
         self._hosts = range(num_workers)
         self._attached = self._has_caller = False
-        self._question: EnvQuestion | None = None  # the last one
+        self._is_asked_again = False  # whether new envs are asked the last question again
         self._worker_lost: WorkerLost | None = None
 
     def envs_of(self, host: int) -> range:
@@ -148,7 +148,7 @@ class PooledBackend(Backend):
                 self._post(host, part)
 
     def _ask(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
-        self._question = question
+        self._is_asked_again = question.key is not None
         with self._fate(), Uninterrupted():
             self._round.drop()  # the answers to one that was interrupted
             limits = {host: limit for host in parts if (limit := self._limit(host)) is not None}
@@ -161,15 +161,16 @@ class PooledBackend(Backend):
             self._round.wait(timeout_s=timeout_s)
         if owing := self._round.owing:
             raise WaitTimeout(f"call_wait(timeout={timeout_s}): {_named(owing)} not answered; the call stays pending")
-        answers = [answer for host in self._hosts for answer in self._answers_of(host)]
+        return [answer for host in self._hosts for answer in self._answers_of(host)]
+
+    def drop_answers(self) -> None:
         self._round.drop()
-        return answers
 
     def _answers_of(self, host: int) -> list[Any]:
         one, envs = self._round.answers.get(host), self.numbers_of(host)
         if isinstance(one, Answered):
             return self._opened(host, one.content)
-        if one is None or (self._question is not None and self._question.key is not None):
+        if one is None or self._is_asked_again:
             return [None] * len(envs)
         about = type(one.error).__name__, str(one.error), "", one.error
         return [Failure(env, host, None, *about) for env in envs]

@@ -101,6 +101,7 @@ class ProcessBackend(PooledBackend):
         self._mail: SharedMail | None = None
         self._local_mail, self._local_indices = LocalMail(), UniqueIndices()
         self._files: dict[str, int] = {}
+        self._answers_here: list[Any] = []  # of the envs that the caller steps
         self._seen: dict[int, tuple[Any, float]] = {}  # each worker's state after its last change, and when that was
 
     # ---- starting
@@ -194,11 +195,16 @@ class ProcessBackend(PooledBackend):
                 self._local.answer(question)
 
     def _ask(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
+        self._answers_here = []
         super()._ask(question, parts)
         self._answers_here = [] if self._local is None else self._local.answer(question)
 
     def answers(self, timeout_s: float | None) -> list[Any]:
         return super().answers(timeout_s) + self._answers_here
+
+    def drop_answers(self) -> None:
+        super().drop_answers()
+        self._answers_here = []
 
     def restart(self, restart: Restart) -> bool:
         host = self.caller.host_of(restart.env)

@@ -73,6 +73,7 @@ class SerialBackend(Backend):
 
     def ask(self, question: EnvQuestion) -> None:
         if not question.by_row:
+            self._answers = []
             self._answers = self._env_host.answer(question)
             return
         env_ids = self.ids_of(question)
@@ -82,6 +83,9 @@ class SerialBackend(Backend):
 
     def answers(self, timeout_s: float | None) -> list[Any]:
         return self._answers
+
+    def drop_answers(self) -> None:
+        self._answers = []
 
     def restart(self, restart: Restart) -> bool:
         with self.whole():

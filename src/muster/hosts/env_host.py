@@ -230,6 +230,7 @@ class EnvHost:
 
         A question by row is answered by rows instead, each published as soon as it is there.
         """
+        question.begins(self)
         if question.by_row:
             self._answer_by_rows(question)
             return []

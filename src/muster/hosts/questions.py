@@ -35,7 +35,7 @@ Pack = Callable[[Any, dict[str, Any]], Any]
 
 
 class AskedHost(Protocol):
-    """What a question needs of the `EnvHost` that carries it out."""
+    """The part of an `EnvHost` that questions need."""
 
     envs: list[Any]
     numbers: list[int]
@@ -70,12 +70,15 @@ class EnvQuestion(Message):
         return self
 
     def asks(self, env: int) -> bool:
-        """Whether this env is asked."""
+        """True if this env is asked."""
         return True
 
     def to(self, envs: Collection[int]) -> Self:
         """The part for these envs."""
         return self
+
+    def begins(self, host: AskedHost) -> None:
+        """Prepares a host, once, before its envs are asked."""
 
     def on(self, host: AskedHost, i: int) -> Any:
         """The answer of a host's i-th env. May raise; of a question by row, the caller's own Ctrl-C is returned."""
@@ -195,12 +198,13 @@ class Reset(EnvQuestion):
     def to(self, envs: Collection[int]) -> Reset:
         return replace(self, seeds={env: self.seeds[env] for env in envs if env in self.seeds})
 
-    def on(self, host: AskedHost, i: int) -> BaseException | None:
-        env, options = host.numbers[i], _here(self.options)
-        if env == next(iter(self.seeds)):
+    def begins(self, host: AskedHost) -> None:
+        if not isinstance(self.options, CannotTravel):
             # Neighbouring seeds, and neighbouring workers, must not share random numbers.
             host.seed_globals([seed for seed in self.seeds.values() if seed is not None])
-        return host.reset_env(i, self.seeds[env], options, self.passes_options)
+
+    def on(self, host: AskedHost, i: int) -> BaseException | None:
+        return host.reset_env(i, self.seeds[host.numbers[i]], _here(self.options), self.passes_options)
 
 
 @dataclass(eq=False)

@@ -42,7 +42,7 @@ class CloseLimits:
 
     @property
     def terminates(self) -> bool:
-        """Whether nothing is closed, and nothing is said about that."""
+        """True if nothing is closed, and nothing is said about that."""
         return self.call_s == 0.0
 
     def of_call(self, timeout_s: float | None, *, terminate: bool) -> CloseLimits:
@@ -100,8 +100,13 @@ class Limits:
 
     def options(self) -> dict[str, Any]:
         """The options, by the names that `make_vec` has for them."""
-        names = "start_timeout", "step_timeout", "close_timeout", "on_failure", "max_restarts"
-        return {name: getattr(self, name) for name in names}
+        return {
+            "start_timeout": self.start_timeout,
+            "step_timeout": self.step_timeout,
+            "close_timeout": self.close_timeout,
+            "on_failure": self.on_failure,
+            "max_restarts": self.max_restarts,
+        }
 
     def close(self, num_envs: int = 1) -> CloseLimits:
         """The limits of a close. num_envs: envs that are closed as one."""

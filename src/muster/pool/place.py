@@ -93,7 +93,7 @@ class Asked:
 
 
 class Owing:
-    """What a place owes, and what it is in.
+    """The worker in a place as its owner sees it: its debts, and its activity.
 
     parts: see `Plan`.  starts: whether its worker is not ready yet.  cut_verb: what is done to one that does not end.
     """
@@ -108,7 +108,7 @@ class Owing:
     cut_verb = "killed"
 
     def has_ended(self) -> bool:
-        """Whether its worker has ended."""
+        """True once its worker has ended."""
         raise NotImplementedError
 
     def heard(self) -> object:

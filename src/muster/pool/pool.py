@@ -1,8 +1,8 @@
 """A pool of worker processes that knows no env: places, each of which holds one resident.
 
-    owner    post, ask ──▶ [ channel ] ──▶ Resident.take, Resident.answer     one worker, one resident
-             take     ◀── [ channel ] ◀── the answer, or what has become of the worker
-             files    ◀─────────────────▶ files       whatever else they share is the owner's
+    owner    post, Round.ask ──▶ [ channel ] ──▶ Resident.take, Resident.answer     one worker, one resident
+             Round.wait      ◀── [ channel ] ◀── the answer, or what has become of the worker
+             files           ◀─────────────────▶ files       whatever else they share is the owner's
 
 The owner hands in where the resident's class is, a plan for each place, files, the nouns of its errors, and hooks. The
 pool starts the workers, addresses them, watches them, replaces and closes them.

@@ -90,7 +90,7 @@ class _Thread(Owing):
 
     def heard(self) -> object:
         message = self.unread.popleft() if self.unread else None
-        self._has_closed = isinstance(message, Closed)
+        self._has_closed |= isinstance(message, Closed)
         return message
 
     def cut(self) -> None:

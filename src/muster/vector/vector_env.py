@@ -59,7 +59,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self._all, self._drops_pending, self._watch_at = np.arange(self.num_envs), False, 0.0
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, close_abandoned, backend.close)
 
-    # ---- reset
+    # ---- stepping
 
     @verb
     def reset(
@@ -109,8 +109,6 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         if len(ids) == self.num_envs:
             return obs, infos
         return self._all_after_reset(ids, infos, copies)
-
-    # ---- step
 
     @verb
     def step(self, actions: Any, *, _copies: bool | None = None, _reader: InfoReader | None = None) -> StepT:
@@ -184,8 +182,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         """Starts `call`; `call_wait` takes the results."""
         self.require_idle("call")
         checks.require_callable(name)
-        self._caller.calling = True
         try:
+            self._caller.calling = True
             self._backend.ask(Call.of(name, args, kwargs))
         except BaseException:
             self._caller.calling = False
@@ -199,6 +197,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             raise NotPendingError("call_wait() without call_async() before it", "call")
         results: list[Any] = self._backend.answers(checks.timeout_of(timeout))
         self._caller.calling = False
+        self._backend.drop_answers()
         if failures := [*failures_of(results).values()]:
             self._raise_all(failures, None)
         return tuple(results)
@@ -224,8 +223,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def answers_to(self, question: EnvQuestion) -> list[Any]:
         """The answers of all envs, among them the failures of those that have raised."""
         self.require_idle("ask")
-        self._caller.calling = True
         try:
+            self._caller.calling = True
             return (self._recovery or self._backend).answers_to(question)
         finally:
             self._caller.calling = False

@@ -7,8 +7,10 @@ objects of this file, which speak to Muster's pool.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,10 +128,11 @@ class CollectorPool:
         """Has a worker collect. What it has collected before, and nobody has taken, is dropped."""
         self._settle(worker)
         self._drop(worker)
+        self._resuming.discard(worker)
         self._collect(worker, way)
 
     def pause(self, worker: int) -> None:
-        """Ends a free run after the current batch; the queue tells when it has ended."""
+        """Ends a free run after the current batch; the queue reports when it has ended."""
         self._pausing.add(worker)
         self._files.flags[worker] = 1
 
@@ -143,13 +146,16 @@ class CollectorPool:
 
     def take(self, timeout: float | None) -> tuple[Any, Any]:
         """What TorchRL's workers put into their queue. Raises WaitTimeout after `timeout` s, NotPendingError."""
+        ends = math.inf if timeout is None else time.monotonic() + timeout
         while not self._ready:
+            left_s = None if timeout is None else max(0.0, ends - time.monotonic())
             if self._resuming:  # after a message whose answer nobody waited for
-                self._messages.wait(timeout_s=timeout, places=self._resuming)
+                with self._noting_interrupts():
+                    self._messages.wait(at_least=1, timeout_s=left_s, places=self._resuming)
                 self._resume()
-            if not self._ways:
+            if not self._ways and not self._resuming:
                 raise NotPendingError("no worker collects; iterate the collector, or start() it")
-            self._receive(timeout)
+            self._receive(left_s)
         worker, collected = self._ready.popleft()
         return (worker, "paused") if collected is None else self._result(worker, collected)
 
@@ -159,8 +165,8 @@ class CollectorPool:
 
     def _collect(self, worker: int, way: Way) -> None:
         self._files.flags[worker] = 0
+        self._ways[worker] = way  # first: what has begun is waited for
         self._send(self._collecting, worker, CollectBy(way), f"in step of env {worker}")
-        self._ways[worker] = way
 
     def _result(self, worker: int, collected: Placed) -> tuple[Any, int]:
         """What TorchRL's worker puts into its queue: a batch and the worker's index where it is new, or the index."""
@@ -205,7 +211,8 @@ class CollectorPool:
         with self._noting_interrupts():
             self._messages.wait(places=[worker])
         self._resume()
-        answer = _opened(self._messages.answers.pop(worker))
+        answer = _opened(self._messages.answers[worker])
+        del self._messages.answers[worker]  # last: a Ctrl-C before it loses none
         if isinstance(answer, Failure):
             raise original_error([answer], 0)
         return answer
@@ -221,7 +228,7 @@ class CollectorPool:
     def _receive(self, timeout: float | None) -> None:
         """Waits for a batch. Raises what a worker has raised that collected, WaitTimeout, WorkerDied."""
         with self._noting_interrupts():
-            if not self._collecting.wait(at_least=1, timeout_s=timeout) and self._collecting.owing:
+            if not self._collecting.wait(at_least=1, timeout_s=timeout, places=[*self._ways]):
                 raise WaitTimeout(
                     f"no collector has answered within {timeout} s; they go on, so the same call may be made again"
                 )
@@ -262,8 +269,9 @@ class CollectorPool:
     def _resume(self) -> None:
         """Has workers run free again that did so before a message, and have answered that."""
         for worker in [worker for worker in self._resuming if worker in self._messages.answers]:
+            if worker not in self._ways:
+                self._collect(worker, Way.FREELY)
             self._resuming.discard(worker)
-            self._collect(worker, Way.FREELY)
 
     def _runs_free(self, worker: int) -> bool:
         return self._ways.get(worker) is Way.FREELY

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from muster.errors import SpecMismatch
+from muster.hosts.failures import Failure
 from muster.hosts.questions import Again, EnvQuestion, Kept
 from muster.pool.closing import close_abandoned
 from muster.pool.launcher_client import standard_fds
@@ -124,14 +125,19 @@ class ReplicaPool:
             answers = self._ask(parts, question.words)
             for k, answer in answers.items():
                 if isinstance(answer, Raised):
-                    raise self._error(k, answer)
+                    raised.append(self._error(k, answer))
+                    answers[k] = [Failure.of(raised[-1], env, k, None, None) for env in self._plans[k].envs]
                 if isinstance(answer, Lost) and question.key is None:
                     raise answer.error
                 if isinstance(answer, Lost):
                     answers[k] = [None] * len(self._plans[k].envs)
             return [one for answer in answers.values() for one in answer]
 
-        return self._hooks.kept.while_asking(question, act)
+        raised: list[ReplicaFailed] = []
+        answers = self._hooks.kept.while_asking(question, act)
+        if raised:
+            raise raised[0]
+        return answers
 
     def stats(self) -> dict[str, Any]:
         counts = self._hooks.counts_so_far()
