@@ -165,9 +165,8 @@ def test_only_an_import_that_goes_up_is_noticed() -> None:
         assert len(complaints("backends", imported_names(source, "muster.backends"))) == 1, source
     for unit, source in (  # folders beside each other are ordered
         ("rollout", "from muster.rollout.multi_collector import MultiCollector"),
-        ("rollout", "from muster.rollout.replicas.replica import Replica")(
-            "interop", "from muster.interop.torchrl.layouts import Codec"
-        ),
+        ("rollout", "from muster.rollout.replicas.replica import Replica"),
+        ("interop", "from muster.interop.torchrl.layouts import Codec"),
         ("transport", "from muster.envs.layout import AgentLayout"),
     ):
         assert len(complaints(unit, imported_names(source, "muster"))) == 1, source

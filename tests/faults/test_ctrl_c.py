@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import muster
+from hanging import hang, released
 from muster.backends import recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.interop.gymnasium import AsyncVectorEnv
@@ -378,8 +379,7 @@ def test_whatever_one_close_raises_the_others_are_closed(backend: str) -> None:
 
 class Sleeping(faulty_envs.CountingEnv):
     def sleep(self) -> None:
-        while True:
-            time.sleep(0.01)
+        hang()
 
 
 @pytest.mark.parametrize("backend", ["process", "thread"])
@@ -388,7 +388,8 @@ def test_close_does_not_wait_for_a_call_that_hangs(backend: str, monkeypatch: py
     envs = muster.make_vec(Sleeping, 2, backend=backend, num_workers=2)
     envs.call_async("sleep")
     start = time.monotonic()
-    with pytest.warns(RuntimeWarning, match=r"before it closed env 0: it was answering call\('sleep'\)"):
+    said = r"before it closed env 0: it was answering call\('sleep'\)"
+    with released(), pytest.warns(RuntimeWarning, match=said):
         envs.close(timeout=1000.0)
     assert time.monotonic() - start < BOUND_S
 

@@ -181,7 +181,8 @@ BEGINS_ANEW = ("reset", "load_state_dict", "rollout")
 def moments_before(asked: str, collector: MultiCollector, state: dict[str, Any]) -> int:
     """The moments before a call of the collector has reached its replicas: their number is the interpreter's."""
     reached: list[int] = []
-    counting, verb = Interruption(sys.maxsize), "collect" if asked == "rollout" else asked
+    verbs = {"rollout": "collect", "call": "ask", "set_attr": "ask"}
+    counting, verb = Interruption(sys.maxsize), verbs.get(asked, asked)
     with pytest.MonkeyPatch.context() as patch:
         original = getattr(collector._collectors, verb)
 

@@ -128,9 +128,9 @@ class Round:
         messages: Mapping[int, object],
         words: str,
         limit: Limit | Mapping[int, Limit] | None = None,
-        first: str = "about to answer a call",
+        first: str | None = None,
     ) -> None:
-        """Asks places. words: for what they do; `first` until that is sent.  limit: of an answer, anew with each
+        """Asks places. words: for what they do.  first: those until that is sent.  limit: of an answer, anew with each
         report.
 
         One object for several places is sealed once, and all are before any is sent. Raises what pickling raises.
@@ -144,7 +144,7 @@ class Round:
         with pool.whole():
             for place, message in sealed.items():
                 of_place = limit.get(place) if isinstance(limit, Mapping) else limit
-                asked = Asked(self, first, watched_s(), of_place)
+                asked = Asked(self, first or words, watched_s(), of_place, None if first else time.monotonic())
                 pool.ask(place, message, asked)
                 asked.words, asked.since = words, time.monotonic()
 

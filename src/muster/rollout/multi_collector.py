@@ -314,7 +314,7 @@ class MultiCollector(BatchSource):
         return spaces
 
     def ask(self, question: EnvQuestion) -> Any:
-        """The joined answers of all envs to a question, between batches; see `call`."""
+        """The joined answers of all envs to a `question`, between batches; see `call`."""
         with self._between_batches():
             return self._collectors.ask(question)
 

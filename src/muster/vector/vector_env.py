@@ -93,7 +93,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def reset_some(self, ids: Array, seeds: Sequence[int | None], options: Any, passes_options: bool = True) -> None:
-        """Starts resetting the envs `ids`, which owe no answer; for drop-ins that have checked the arguments."""
+        """Starts resetting the envs `ids`, which owe no answer, with `seeds` and, if `passes_options`, `options`."""
         if self._recovery is not None:
             seeds = self._recovery.seeds_for_reset(ids, seeds, options)
         numbers = [self._backend.numbers[env] for env in ids.tolist()]
@@ -213,7 +213,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.ask(SetAttr(name, checks.values_of(name, values, self._backend.numbers)))
 
     def ask(self, question: EnvQuestion) -> Any:
-        """The joined answers of all envs to a question that is answered by messages."""
+        """The joined answers of all envs to a `question` that is answered by messages."""
         answers: list[Any] = self.answers_to(question)
         if failures := [*failures_of(answers).values()]:
             self._raise(failures, None)
@@ -221,7 +221,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def answers_to(self, question: EnvQuestion) -> list[Any]:
-        """The answers of all envs, among them the failures of those that have raised."""
+        """The answers of all envs to a `question`, among them the failures of those that have raised."""
         self.require_idle("ask")
         try:
             self._caller.calling = True

@@ -180,14 +180,15 @@ class ReplicaPool:
 
     def _ask(self, questions: Mapping[int, object], words: str) -> dict[int, Any]:
         """Asks collectors between batches; returns the answers by collector, among them what is `Raised` or `Lost`."""
-        self._batches.wait()  # those that are under way, and what they have failed with, come first
+        if self._batches.owing:  # those that are under way, and what they have failed with, come first
+            self._batches.wait()
         try:
             self._replace_raised(self._batches)
         except ReplicaFailed:
             self.give_up()
             raise
         self._questions.drop()
-        self._questions.ask(questions, words, self._limit)
+        self._questions.ask(questions, words, self._limit, "about to answer a call")
         self._questions.wait()
         answers = sorted(self._questions.answers.items())
         self._questions.drop()
@@ -196,7 +197,8 @@ class ReplicaPool:
     # ---- collecting
 
     def collect(self) -> Filled:
-        self._questions.wait()  # what a Ctrl-C has left
+        if self._questions.owing:  # what a Ctrl-C has left
+            self._questions.wait()
         return self._collect_all() if self._sync else self._collect_first()
 
     def give_up(self) -> None:
