@@ -237,6 +237,8 @@ class ReplicaPool:
         return Filled(storage, 0, versions, notes)
 
     def _collect_first(self) -> Filled:
+        if self._batches.answers:  # that came before a question: their collectors are idle
+            self._take_ready(0)
         while not self._ready:
             self._order_idle()
             self._take_ready(1)
