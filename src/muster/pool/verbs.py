@@ -130,9 +130,9 @@ class Round:
         limit: Limit | Mapping[int, Limit] | None = None,
         first: str | None = None,
     ) -> None:
-        """Asks places. words: for what they do.  first: those until that is sent.  limit: of an answer, anew with each
-        report.
+        """Asks places.
 
+        words: for what they do.  first: those until that is sent.  limit: of an answer, anew with each report.
         One object for several places is sealed once, and all are before any is sent. Raises what pickling raises.
         """
         pool = self._pool
@@ -156,7 +156,6 @@ class Round:
         at_least: None for all that are owed.  places: whose answers; None for all. Fewer are there after the timeout.
         Raises ClosedError, and what closed the pool.
         """
-
         self._pool.require_places(places or ())
 
         def came() -> list[int]:  # a list: a Ctrl-C that comes as a generator is dropped is lost
