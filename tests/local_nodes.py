@@ -16,10 +16,23 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Site, Ticket
-from muster.rollout.cluster.node_host import NodeHost
+from muster.pool.engine import Engine, Host, HostGone, Parcel, Site, Ticket
+from muster.pool.far_worker import FarWorker, Meet, Ping, opened, parcel_of
+from muster.pool.messages import Build
 
 _LENGTH = struct.Struct("<Q")
+
+
+def content_of(order: Parcel) -> Any:
+    """The content of an order: that of its message, or the message itself where it has none."""
+    head, *parcel = order
+    message = pickle.loads(head)
+    return message if isinstance(message, Meet | Ping | Build) else opened(parcel)
+
+
+def with_content(order: Parcel, content: object) -> Parcel:
+    """The same order with another content."""
+    return [order[0], *parcel_of(content)]
 
 
 def send(to: socket.socket, message: Any) -> None:
@@ -147,7 +160,7 @@ class LocalNodes(Engine):
 def serve(end: socket.socket) -> None:
     """Runs a node host until the driver's end is closed."""
     sys.path[:], name = received(end)
-    host = NodeHost(name, name)
+    host = FarWorker(name, name)
     orders: list[tuple[int, Parcel]] = []
     there, sending = threading.Condition(), threading.Lock()
 

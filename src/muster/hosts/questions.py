@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -23,7 +21,7 @@ from muster.introspection import type_name
 from muster.pickling import UserCall, copied_if_plain, is_plain, named_arguments, not_rebuilt
 from muster.pickling import dumps as dumps_carefully
 from muster.pickling.travel import Unpickler
-from muster.pool.messages import Message
+from muster.pool.messages import Message, stays_packed
 from muster.spaces.compare import handed_out
 from muster.transport.mail import dumps
 
@@ -263,27 +261,14 @@ def shared(value: Any, parts: dict[str, Any]) -> Any:
 class Packed:
     """A user's value on its way to another process, pickled apart from its message and once for all workers.
 
-    Unpickling gives the value itself, or within `unopened` this again. Where the value cannot be rebuilt it gives a
-    CannotTravel, so that the worker can still read the message and answer it.
+    Unpickling gives the value itself, or where `stays_packed` was set this again. Where the value cannot be rebuilt it
+    gives a CannotTravel, so that the worker can still read the message and answer it.
     """
 
     data: bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Packed if _stays_packed.get() else _rebuilt), (self.data,)
-
-
-_stays_packed: ContextVar[bool] = ContextVar("stays_packed", default=False)
-
-
-@contextmanager
-def unopened() -> Iterator[None]:
-    """A ``with`` block in which messages are pickled for who passes them on."""
-    token = _stays_packed.set(True)
-    try:
-        yield
-    finally:
-        _stays_packed.reset(token)
+        return (Packed if stays_packed.get() else _rebuilt), (self.data,)
 
 
 def packer(call: UserCall, *, forked: bool) -> Pack:

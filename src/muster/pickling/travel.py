@@ -110,7 +110,8 @@ class Unpickler(pickle.Unpickler):
         except (ImportError, AttributeError) as error:
             said = f"{global_name} of the module {module} ({type(error).__name__}: {error})"
             lacks = error.name if isinstance(error, ImportError) else None  # another that this one imports
-            raise ImportError(said, name=lacks or module) from error
+            kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+            raise kind(said, name=lacks or module) from error
 
 
 def not_rebuilt(what: str, error: BaseException, instead: str) -> CannotTravel:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +32,20 @@ class Message:
 
 class Sealed(bytes):
     """A message that its sender has pickled already."""
+
+
+stays_packed: ContextVar[bool] = ContextVar("stays_packed", default=False)
+"""True while a message is pickled for somebody who passes it on: packed objects in it stay packed."""
+
+
+@contextmanager
+def unopened() -> Iterator[None]:
+    """Sets `stays_packed` in a ``with`` block."""
+    token = stays_packed.set(True)
+    try:
+        yield
+    finally:
+        stays_packed.reset(token)
 
 
 # ---- to a worker

@@ -24,7 +24,7 @@ from muster.pool.deaths import NOUNS
 from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
 from muster.pool.messages import Answer, Close, Closed, Failed, Message, Post, Question, Ready
 from muster.pool.place import Owing, Plan
-from muster.pool.resources import Usage, limit_reached, usage_of
+from muster.pool.resources import MemoryPlan, Usage, limit_reached, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.watch import Activity
 from muster.pool.worker import Here, Resident, serve
@@ -117,8 +117,7 @@ class ThreadPool(BasePool[_Thread]):
         self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._places = [_Thread(i, plan, resident, self._said, self._heard) for i, plan in enumerate(plans)]
 
-    def start(self) -> list[Any]:
-        """Starts all threads; returns what their residents say of themselves. An error leaves nothing behind."""
+    def start(self, judge: MemoryPlan | None = None) -> list[Any]:
         facts: list[Any] = []
         deadline = time.monotonic() + self._limits.start_timeout
         try:

@@ -21,7 +21,7 @@ from muster.pool.limits import AT_ONCE, CloseLimits, Limit
 from muster.pool.logs import hand_over
 from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Asked, Owing, Plan
-from muster.pool.resources import Usage
+from muster.pool.resources import MemoryPlan, Usage
 from muster.pool.unique_indices import UniqueIndices
 from muster.pool.watch import NO_ENV, About, State, Watch, importing
 from muster.transport.channel import watched_s
@@ -227,6 +227,11 @@ class BasePool(ABC, Generic[P]):
         with self.whole():
             self._send(self._open_place(place), Post, message, limit)
 
+    @property
+    def reachable(self) -> list[int]:
+        """The places that it is worth to ask: of processes and threads all."""
+        return [place.index for place in self._places]
+
     def round(self) -> Round:
         """A new page of the book, see `Round`."""
         return Round(self)
@@ -303,6 +308,13 @@ class BasePool(ABC, Generic[P]):
     def _is_closer(self) -> bool:
         """Whether this thread has closed the pool; it ends again what a Ctrl-C has left of that."""
         return self._owner == os.getpid() and self._closer == threading.get_ident()
+
+    @abstractmethod
+    def start(self, judge: MemoryPlan | None = None) -> list[Any]:
+        """Starts all workers; returns what their residents say of themselves. An error leaves nothing behind.
+
+        judge: says when those after the first may build, where they share this machine's memory in processes.
+        """
 
     @abstractmethod
     def sealed(self, message: object) -> Any:

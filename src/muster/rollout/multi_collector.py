@@ -22,20 +22,20 @@ from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError
 from muster.hosts.questions import Call, EnvQuestion, Kept, SetAttr, Spaces
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
+from muster.pool.engine import Engine
 from muster.pool.environment import changes_of
 from muster.pool.limits import CLOSE_S, Limits
 from muster.pool.set_up import Processes, choose_init
 from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
-from muster.rollout.cluster.engine import Engine
-from muster.rollout.cluster.fleet import Fleet
+from muster.rollout.cluster.node_hooks import on_nodes
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import EPISODE_INFO
 from muster.rollout.replicas.plans import Filled, PoolPlan, collector_nouns
 from muster.rollout.replicas.policy_travel import PolicyFacts, PolicyObstacle
-from muster.rollout.replicas.replica_pool import ReplicaPool
+from muster.rollout.replicas.replica_pool import ReplicaPool, in_processes
 from muster.rollout.replicas.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
@@ -100,8 +100,6 @@ class MultiCollector(BatchSource):
     ...     [batch.shape for batch in collector]
     [torch.Size([4, 8]), torch.Size([4, 8])]
     """
-
-    _fleet: Fleet | None = None
 
     @explains_keywords('make_vec_options={{"env_kwargs": {}}}', ENV_OPTIONS, "make_vec_options={}")
     def __init__(
@@ -193,7 +191,7 @@ class MultiCollector(BatchSource):
                 count=self._num_collectors,
                 limits=limits,
                 processes=processes,
-                runs=ReplicaPool if self._cluster is None else self._on_nodes,
+                runs=in_processes if self._cluster is None else self._on_nodes,
             )
         if self._cluster is not None:
             said = _explained(obstacle, stays="cannot act for envs on other machines while it stays here")
@@ -214,11 +212,11 @@ class MultiCollector(BatchSource):
         }
         return StayingCollector(Collector(envs, self.policy, **for_each))
 
-    def _on_nodes(self, plan: PoolPlan, weights_fd: int, kept: Kept) -> Fleet:
+    def _on_nodes(self, plan: PoolPlan, weights_fd: int, kept: Kept) -> ReplicaPool:
         assert self._cluster is not None
-        engine = RayEngine(self._cluster) if isinstance(self._cluster, RayCluster) else self._cluster
-        self._fleet = Fleet(plan, kept, engine)
-        return self._fleet
+        return on_nodes(
+            plan, RayEngine(self._cluster) if isinstance(self._cluster, RayCluster) else self._cluster, kept
+        )
 
     def nodes(self) -> list[dict[str, Any]]:
         """For each node its ``index``, ``host``, ``node_id``, ``state`` ("up", "starting" or "lost"), ``collectors``.
@@ -226,8 +224,8 @@ class MultiCollector(BatchSource):
         Also the ``policy_version`` that it was sent last, and the ``reason`` why its last node host was lost, if any.
         ``collectors`` is a range. Without a cluster this machine is the one node.
         """
-        if self._fleet is not None:
-            return self._fleet.nodes()
+        if self._cluster is not None and isinstance(self._collectors, Replicas):
+            return self._collectors.nodes()
         here = {"index": 0, "host": socket.gethostname(), "node_id": "", "state": "up"}
         return [here | {"collectors": range(self._num_collectors), "policy_version": self.policy_version, "reason": ""}]
 

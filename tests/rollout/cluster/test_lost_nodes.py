@@ -19,10 +19,10 @@ from counting_env import CountingEnv
 
 import muster
 import programs
-from local_nodes import LocalNodes
+from local_nodes import LocalNodes, content_of, with_content
 from muster.errors import NodeLost
-from muster.rollout.cluster.node_host import opened, sealed
 from muster.rollout.multi_collector import MultiCollector
+from muster.rollout.replicas.carriers import CollectFor, Stop, TakeWeights
 from processes import descendants
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:node . .local:RuntimeWarning")]
@@ -135,9 +135,9 @@ class OldWeights(LocalNodes):
         ask = host.ask
 
         def drop(order, *, beside=False):
-            name, *others = opened(order)
-            if index == 1 and name == "collect" and others[1] is not None and others[1][0] > 1:
-                order = sealed((name, others[0], None))
+            content = content_of(order)
+            if index == 1 and isinstance(content, CollectFor) and content.weights and content.weights.version > 1:
+                order = with_content(order, CollectFor(content.number, None))
             return ask(order, beside=beside)
 
         host.ask = drop
@@ -187,12 +187,12 @@ class LateStops(LocalNodes):
         ask, held = host.ask, []
 
         def hold(order, *, beside=False):
-            name, *_ = opened(order)
-            if name == "stop":
+            content = content_of(order)
+            if isinstance(content, Stop):
                 held.append(order)
-                return ask(sealed(("ping",)), beside=True)
+                return ask(with_content(order, Stop(-1)), beside=True)
             ticket = ask(order, beside=beside)
-            while name == "collect" and held:
+            while isinstance(content, CollectFor) and held:
                 ask(held.pop(), beside=True)
             return ticket
 
@@ -213,7 +213,7 @@ sys.path += {path!r}
 import os, warnings
 from collecting import Constant, count_env
 from counting_env import CountingEnv
-from local_nodes import LocalNodes
+from local_nodes import LocalNodes, content_of, with_content
 from muster.rollout.multi_collector import MultiCollector
 STATE = ["top level"]
 
@@ -335,7 +335,7 @@ class Device(CountingEnv):
 
 
 class Counted(LocalNodes):
-    """Counts orders by their names."""
+    """Counts orders by the classes of their contents."""
 
     def __init__(self):
         super().__init__()
@@ -346,7 +346,7 @@ class Counted(LocalNodes):
         ask = host.ask
 
         def count(order, *, beside=False):
-            self.orders[opened(order)[0]] += 1
+            self.orders[type(content_of(order))] += 1
             return ask(order, beside=beside)
 
         host.ask = count
@@ -361,9 +361,9 @@ def test_weights_are_pushed_one_at_a_time_and_a_batch_is_stopped_once():
         for action in range(50):
             policy.best.data.fill_(action)
             collector.update_policy_weights_()
-        assert cluster.orders["weights"] <= 2
+        assert cluster.orders[TakeWeights] <= 2
         assert [collector.rollout() for _ in range(6)][-1]["action"].unique().tolist() == [49]
     with collecting(cluster, preemptive_threshold=0.5) as collector:
         cluster.orders.clear()
         collector.rollout()
-    assert cluster.orders["stop"] <= 1
+    assert cluster.orders[Stop] <= 1

@@ -18,7 +18,8 @@ from counting_env import CountingEnv
 import muster
 from local_nodes import LocalNodes
 from muster.errors import CannotTravel
-from muster.rollout.cluster.node_host import opened
+from muster.pool.far_worker import opened
+from muster.rollout.cluster.node_resident import NodePlan
 from muster.rollout.multi_collector import MultiCollector
 
 pytestmark = pytest.mark.timeout(120)
@@ -120,9 +121,9 @@ class Refusing(LocalNodes):
         ask = host.ask
 
         def refuse(order, *, beside=False):
-            name, *others = opened(order)
-            if name == "start":
-                self.plan = others[0]
+            content = opened(order[1:])
+            if isinstance(content, NodePlan):
+                self.plan = content
                 raise RuntimeError("no room")
             return ask(order, beside=beside)
 

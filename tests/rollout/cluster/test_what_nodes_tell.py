@@ -15,10 +15,12 @@ from collecting import Constant, count_env
 from counting_env import CountingEnv, FailsWhenTold
 
 import muster
-from local_nodes import LocalNodes
+from local_nodes import LocalNodes, content_of
 from muster.errors import CollectorError, EnvError
-from muster.rollout.cluster.node_host import opened, sealed
+from muster.pool.far_worker import opened, parcel_of
+from muster.pool.messages import Answer
 from muster.rollout.multi_collector import MultiCollector
+from muster.rollout.replicas.carriers import CollectFor, NodeBatch, Stop
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -73,10 +75,10 @@ class Warning_(LocalNodes):
         return {ticket: self._with_warning(data) for ticket, data in super().wait(tickets, timeout_s).items()}
 
     def _with_warning(self, data):
-        answer = opened(data)
-        if self.warns and type(answer.content).__name__ == "NodeBatch":
-            answer.warned.append(("odd", RuntimeWarning))
-        return sealed(answer)
+        report = opened(data)
+        if self.warns and isinstance(report.answer, Answer) and isinstance(report.answer.content, NodeBatch):
+            report.warned.append(("odd", RuntimeWarning))
+        return parcel_of(report)
 
 
 def test_a_warning_that_is_an_error_loses_no_batch():
@@ -104,14 +106,14 @@ def test_what_a_batch_has_failed_with_is_raised_by_the_next_call():
 
 
 class Recording(LocalNodes):
-    """Keeps the names and numbers of orders, by node."""
+    """Keeps the contents of orders, by node."""
 
     def start(self, index, plan):
         host = super().start(index, plan)
         ask, host.orders = host.ask, []
 
         def record(order, *, beside=False):
-            host.orders.append(opened(order)[:2])
+            host.orders.append(content_of(order))
             return ask(order, beside=beside)
 
         host.ask = record
@@ -122,15 +124,15 @@ def test_each_node_is_told_to_stop_the_batch_that_it_is_in():
     cluster = Recording()
     with collecting(count_env(), cluster, sync=False) as collector:
         collector.rollout()
-        while len({last_orders(host)[-1] for host in cluster.hosts}) == 1:
+        while len({last_orders(host)[-1].number for host in cluster.hosts}) == 1:
             collector.rollout()
         collector.reset()
     for collect, stop in map(last_orders, cluster.hosts):
-        assert (collect[0], *stop) == ("collect", "stop", collect[1])
+        assert (type(collect), type(stop), stop.number) == (CollectFor, Stop, collect.number)
 
 
 def last_orders(host):
-    return [one for one in host.orders if one[0] in ("collect", "stop")][-2:]
+    return [one for one in host.orders if isinstance(one, CollectFor | Stop)][-2:]
 
 
 class Printing(CountingEnv):

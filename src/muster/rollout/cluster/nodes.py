@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.arguments import as_whole, check_options, option
 from muster.errors import ConfigError
-from muster.rollout.cluster.engine import Site
+from muster.pool.engine import Site
 from muster.rollout.weights import Device
 
 

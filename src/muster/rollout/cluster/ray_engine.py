@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from muster.errors import ConfigError
-from muster.rollout.cluster.engine import Engine, Host, HostGone, Parcel, Site, Ticket
-from muster.rollout.cluster.node_host import NodeHost
+from muster.pool.engine import Engine, Host, HostGone, Parcel, Site, Ticket
+from muster.pool.far_worker import FarWorker
 from muster.rollout.cluster.nodes import Node, RayCluster
 from muster.rollout.cluster.ray_connection import Connection, ConnectionLost, connect, this_node
 
@@ -29,12 +29,12 @@ _BESIDE = 4  # threads of a node host for what it does while it is busy
 
 
 class NodeActor:
-    """A `NodeHost` in a worker process of Ray's."""
+    """A `FarWorker` in a worker process of Ray's."""
 
     def __init__(self) -> None:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, which would count in collectors before threads_per_collector
-        self._host = NodeHost(socket.gethostname(), this_node())
+        self._host = FarWorker(socket.gethostname(), this_node())
 
     def answer(self, *order: Any) -> Parcel:
         return self._host.answer(order)
@@ -128,7 +128,7 @@ class RayEngine(Engine):
     def places(self, most: int) -> Sequence[Site]:
         with self._connection.used() as ray:
             self._spots = self._chosen(ray, most)
-        return [Site(spot.cpus, spot.wish.collectors, spot.wish.policy_device) for spot in self._spots]
+        return [Site(spot.cpus, spot.wish.collectors, spot.wish) for spot in self._spots]
 
     def _chosen(self, ray: Any, most: int) -> list[_Spot]:
         nodes, group = self._cluster.nodes, self._cluster.placement_group

@@ -1,18 +1,22 @@
-"""What becomes of the replicas in a pool: who comes after one, what they are doing, and what they end with."""
+"""The fates of the replicas in a pool: who comes after one, what is known of each, and what they end with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from muster.errors import CollectorError, MusterError, WorkerName
 from muster.hosts.questions import Again, Kept
 from muster.pool.deaths import Nouns
-from muster.pool.messages import Failed
+from muster.pool.limits import CloseLimits
+from muster.pool.messages import Failed, Message
 from muster.pool.place import Budget, Plan
+from muster.pool.pool import Pool
+from muster.pool.resources import MemoryPlan, figures, usable_cores
 from muster.pool.verbs import Hooks, Successor
-from muster.rollout.fields import Array
+from muster.rollout.replicas.plans import ReplicaFields
 from muster.rollout.replicas.replica import COUNTS, Begin
 
 
@@ -53,44 +57,155 @@ def seed_after(seed: int | None, *keys: int) -> int | None:
     return None if seed is None else int(np.random.SeedSequence(seed, spawn_key=keys).generate_state(1)[0])
 
 
-class ReplicaHooks(Hooks):
-    """What the pool asks its owner, see `Hooks`; the pool's finalizer does not hang on it.
+class PlaceHooks(Hooks):
+    """What a pool of replicas knows of its places, and asks of their kind; the pool's finalizer does not hang on it.
 
-    restarts: whether others come.
-    reasons: by collector, why the one before was lost, until a batch says so.
-    seeds: for the next replicas.  kept: what envs are asked again.
-    replaced: how often, by collector.  counts: int64 ``[collectors, COUNTS]``, of the current processes.
+    collectors: of each place, by their indices in the pool.  kept: what envs are asked again.
+    restarts: whether others come for replicas that have raised.
+    reasons: by place, why the one before was lost, until a batch says so.
+    seeds: for the next collectors.  frames: collected so far, by place.  replaced: how often, by place.
+    notes: for the user, with the next batch.
+    """
+
+    restarts = False
+
+    def __init__(self, plans: Sequence[Plan], collectors: Sequence[range], nouns: Nouns, kept: Kept) -> None:
+        self.plans, self.collectors, self.nouns, self.kept = plans, collectors, nouns, kept
+        self.reasons: dict[int, str] = {}
+        self.seeds: list[int | None] = [None] * collectors[-1].stop
+        self.frames, self.replaced = [0] * len(plans), [0] * len(plans)
+        self.notes: list[str] = []
+
+    def judge(self) -> MemoryPlan | None:
+        """The plan by which memory is judged at the start."""
+        return None
+
+    def begin(self, place: int) -> Message:
+        """The question by which the collectors of a place begin new episodes, with their seeds and frames."""
+        raise NotImplementedError
+
+    def launches(self, seeds: Sequence[int | None]) -> None:
+        """Takes the seeds of the collectors that start."""
+        self.seeds = [*seeds]
+
+    def started(self, fields: ReplicaFields) -> None:
+        """Says what has started."""
+
+    def begins(self, seeds: Sequence[int | None], frames: int) -> None:
+        """Takes the seeds of the collectors that begin again, and what all of them together have collected before."""
+        self.seeds = [*seeds]
+        self.frames = [frames // len(seeds) * len(own) for own in self.collectors]
+
+    def first_posts(self, place: int) -> Sequence[Message]:
+        """The messages for a place once it has started."""
+        return ()
+
+    def replace(self, pool: Any, place: int, reason: str, limits: CloseLimits) -> None:
+        """Has another take the place of one that has raised, which closes within `limits`."""
+        raise NotImplementedError
+
+    def stats(self, pool: Any) -> dict[str, Any]:
+        """See `MultiCollector.stats`."""
+        raise NotImplementedError
+
+    def nodes(self, pool: Any) -> list[dict[str, Any]]:
+        """See `MultiCollector.nodes`."""
+        raise NotImplementedError
+
+    def note_loss(self, place: int) -> None:
+        """Adds to the notes why the rows of a place are masked, unless that was said."""
+        if (reason := self.reasons.pop(place, None)) is not None:
+            self.notes.append(self.loss(place, reason))
+
+    def loss(self, place: int, reason: str) -> str:
+        """The note about a lost place."""
+        raise NotImplementedError
+
+    def given_up(self) -> None:
+        """Forgets what only batches that were dropped have to say."""
+
+    def lost(self, place: int, reason: str = "") -> Exception | None:
+        """The error of a place that is out of reach. reason: empty for that of its loss."""
+        return None
+
+    def raised(self, place: int, failed: Failed, is_final: bool = False) -> Exception:
+        """The exception for what a place has raised. is_final: restarting its envs did not help."""
+        raise NotImplementedError
+
+
+class ReplicaHooks(PlaceHooks):
+    """The hooks of replicas in processes of this machine, one collector each.
+
+    counts: int64 ``[collectors, COUNTS]``, of the current processes.  waiting: shares of their time.
     """
 
     def __init__(self, plans: Sequence[Plan], nouns: Nouns, max_restarts: int | None, kept: Kept) -> None:
-        self._plans, self._nouns = plans, nouns
+        super().__init__(plans, [range(k, k + 1) for k in range(len(plans))], nouns, kept)
         self.restarts = max_restarts is not None
         self._budget = Budget(max_restarts or 0, nouns)
-        self.reasons: dict[int, str] = {}
-        self.seeds: list[int | None] = [None] * len(plans)
-        self.kept = kept
         self.counts, self._counts_before = np.zeros((2, len(plans), len(COUNTS)), np.int64)
-        self.replaced = [0] * len(plans)
+        self.waiting = [1.0] * len(plans)
 
-    def successor(self, place: int, reason: str) -> Successor:
+    def judge(self) -> MemoryPlan | None:
+        count = len(self.plans)
+        return MemoryPlan(count, count, "error", min(usable_cores(), count)) if count > 1 else None
+
+    def begin(self, place: int) -> Begin:
+        return Begin(self.seeds[place])
+
+    def launches(self, seeds: Sequence[int | None]) -> None:
+        super().launches(seeds)
+        for plan, seed in zip(self.plans, seeds, strict=True):
+            plan.seed(seed)
+
+    def first_posts(self, place: int) -> Sequence[Message]:
+        questions = self.kept.of(self.plans[place].envs)
+        return [Again(questions)] if any(questions.values()) else ()
+
+    def replace(self, pool: Pool, place: int, reason: str, limits: CloseLimits) -> None:
+        with pool.whole():
+            successor = self._successor(place, reason)
+        pool.replace(place, reason, successor, limits)
+
+    def _successor(self, place: int, reason: str) -> Successor:
         """Counts a replica as gone; returns who comes next. Raises WorkerError where that was one too many."""
         self._budget.spend(place, reason)
         self._counts_before[place] += self.counts[place]
-        self._counts_before[place, COUNTS.index("restarts")] += len(self._plans[place].envs)
+        self._counts_before[place, COUNTS.index("restarts")] += len(self.plans[place].envs)
         self.counts[place] = 0
         self.reasons[place] = reason
         self.replaced[place] += 1
         seed = seed_after(self.seeds[place], self.replaced[place])
-        self._plans[place].seed(seed)
-        again = Again(self.kept.of(self._plans[place].envs))
-        return Successor(self._plans[place].content, [again, Begin(seed)])
-
-    def counts_so_far(self) -> Array:
-        """int64 ``[collectors, COUNTS]``, of all processes so far."""
-        return self._counts_before + self.counts
+        self.plans[place].seed(seed)
+        again = Again(self.kept.of(self.plans[place].envs))
+        return Successor(self.plans[place].content, [again, Begin(seed)])
 
     def on_lost(self, place: int, reason: str) -> Successor | None:
-        return self.successor(place, reason) if self.restarts else None
+        return self._successor(place, reason) if self.restarts else None
+
+    def loss(self, place: int, reason: str) -> str:
+        name = self.nouns.name(place)
+        return f"{name} was replaced, and its part of this batch is masked. What had happened: {reason}"
+
+    def given_up(self) -> None:
+        self.reasons.clear()
 
     def raised(self, place: int, failed: Failed, is_final: bool = False) -> ReplicaFailed:
-        return ReplicaFailed(self._nouns.name(place), failed, is_final)
+        return ReplicaFailed(self.nouns.name(place), failed, is_final)
+
+    def stats(self, pool: Pool) -> dict[str, Any]:
+        """See `MultiCollector.stats`."""
+        counts = self._counts_before + self.counts
+        env_steps, _, restarts = counts.sum(axis=0).tolist()
+        processes = pool.processes()
+        workers = [
+            {
+                "collecting": 1.0 - waiting,
+                "waiting": waiting,
+                **figures(pid, start),
+                **dict(zip(COUNTS, of_envs, strict=True)),
+            }
+            for (pid, start), waiting, of_envs in zip(processes, self.waiting, counts.tolist(), strict=True)
+        ]
+        running = sum(pid is not None for pid, _ in processes)
+        return {"env_steps": env_steps, "restarts": restarts, "processes": running, "workers": workers}

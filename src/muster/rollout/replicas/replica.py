@@ -54,7 +54,7 @@ class AskWeights(Message):
 
 @dataclass(eq=False)
 class AskShapes(Message):
-    """Asks for the shapes and dtypes of the weights that the policy takes, by name."""
+    """Asks for the shapes and dtypes of the weights that each policy takes, by name: a list by collector."""
 
 
 @dataclass(eq=False)
@@ -180,7 +180,7 @@ class Replica(RecipeResident):
             case AskWeights():
                 return {name: tensor.detach().cpu() for name, tensor in named_weights(self._policy).items()}
             case AskShapes():
-                return shapes_of(named_weights(self._policy))
+                return [shapes_of(named_weights(self._policy))]
             case EnvQuestion():
                 return self._sent(self._envs.answers_to(question))
         return super().answer(question)

@@ -1,4 +1,4 @@
-"""The processes of a `MultiCollector`: started, ordered to collect, waited for, replaced and closed."""
+"""The replicas of a `MultiCollector`, here and on nodes: started, asked, ordered to collect, replaced and closed."""
 
 from __future__ import annotations
 
@@ -12,82 +12,66 @@ from torch import Tensor
 
 from muster.errors import SpecMismatch
 from muster.hosts.failures import Failure
-from muster.hosts.questions import Again, EnvQuestion, Kept
+from muster.hosts.questions import EnvQuestion, Kept
 from muster.pool.closing import close_abandoned
 from muster.pool.launcher_client import standard_fds
 from muster.pool.limits import CloseLimits
 from muster.pool.logs import hand_over
 from muster.pool.pool import Pool
-from muster.pool.resources import MemoryPlan, figures, naming_limits, usable_cores
-from muster.pool.verbs import Answered, Lost, Round
-from muster.rollout.replicas.batch_memory import BatchMemory, Block, own, stop_flag
-from muster.rollout.replicas.hooks import ReplicaFailed, ReplicaHooks
+from muster.pool.resources import naming_limits
+from muster.pool.verbs import Answered, BasePool, Lost, Round
+from muster.rollout.replicas.batch_memory import BatchMemory
+from muster.rollout.replicas.carriers import Blocks, Carrier
+from muster.rollout.replicas.hooks import PlaceHooks, ReplicaHooks
 from muster.rollout.replicas.plans import Filled, PoolPlan, ReplicaFields
-from muster.rollout.replicas.replica import COUNTS, AskFields, AskShapes, AskWeights, Begin, Collect, Collected, Raised
+from muster.rollout.replicas.replica import AskFields, AskShapes, AskWeights, Raised
 from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes
-from muster.rollout.storage import Storage
+
+_SLICE_S = 0.5  # after which places that are back get orders, too
 
 
 class ReplicaPool:
-    """Replicas of a policy with shares of envs, in processes of their own.
+    """Replicas of a policy with shares of envs, in the places of a pool: each place has one collector, or several.
 
-    With `max_restarts` an env that raises is replaced in its replica. A replica that dies, or whose policy raises, is
-    replaced with all its envs: its part of the current batch is lost, and the batch's notes say why.
+    With `max_restarts` an env that raises is replaced in its replica. A place that is lost is replaced with all its
+    envs: its part of the current batch is masked, and the batch's notes say why.
 
-    sync: a batch is of all envs; once `threshold` (a number) of the collectors are done, the others stop. Otherwise a
-    batch is of one collector's envs, and each collector begins its next batch before its last one is returned.
-    weights_fd: the file of the weights that replicas follow; stays the owner's.  kept: see `ReplicaHooks`.
-    take_logs: see `LogInbox`.
+    With `plan.sync` a batch is of all envs; once `plan.threshold` (a number) of the collectors are done, the others
+    stop. Otherwise a batch is of one collector's envs, and each place begins its next batch before its last one is
+    returned.
     """
 
-    def __init__(
-        self,
-        plan: PoolPlan,
-        weights_fd: int,
-        kept: Kept,
-        take_logs: Callable[[bytes, int], None] = hand_over,
-    ) -> None:
-        self._plans, self._nouns, self._limit = plan.plans, plan.nouns, plan.limit
-        self._sync, self._threshold, self._close_limits = plan.sync, plan.threshold, plan.close_limits
-        self._collectors = range(len(plan.plans))
-        self._filling: dict[int, Block] = {}  # by collector, the block that it is filling
-        # Frames returned so far, by collector. They are counted here, so that they outlive a process that dies.
-        self._frames = [0] * len(plan.plans)
-        self._waiting = [1.0] * len(plan.plans)  # shares of their time
+    def __init__(self, plan: PoolPlan, pool: BasePool[Any], carrier: Carrier, hooks: PlaceHooks) -> None:
+        self._plan, self._pool, self._carrier, self._hooks = plan, pool, carrier, hooks
+        self._places = range(len(hooks.collectors))
         self._ready: deque[Filled] = deque()
-        self._afresh: set[int] = set()  # collectors whose next batch begins new episodes
-        self._hooks = ReplicaHooks(plan.plans, plan.nouns, plan.limits.restarts, kept)
-        with naming_limits("the collectors could not start"), standard_fds():
-            self._batch_memory = BatchMemory()
-        self._pool = Pool(
-            *("muster.rollout.replicas.replica:Replica", plan.plans, plan.processes, self._hooks, plan.limits),
-            files={"batches": self._batch_memory.fd, "weights": weights_fd},
-            nouns=plan.nouns,
-            take_logs=take_logs,
-        )
-        self._questions, self._batches = self._pool.round(), self._pool.round()
-        weakref.finalize(self, close_abandoned, self._pool.close)
+        self._afresh: set[int] = set()  # places whose next batch begins new episodes
+        self._questions, self._batches = pool.round(), pool.round()
+        weakref.finalize(self, close_abandoned, pool.close)
 
-    def start(self, seeds: Sequence[int | None], frames: int = 0) -> None:
-        """Starts all, and begins their first episodes. The arguments: as of `reset`. Raises SpecMismatch."""
-        count = len(self._collectors)
-        for plan, seed in zip(self._plans, seeds, strict=True):
-            plan.seed(seed)
-        self._pool.start(MemoryPlan(count, count, "error", min(usable_cores(), count)) if count > 1 else None)
-        for plan in self._plans:
+    def launch(self, seeds: Sequence[int | None]) -> None:
+        """Starts all places. seeds: one for each collector. `reset` and `lay_out` come next."""
+        self._hooks.launches(seeds)
+        self._pool.start(self._hooks.judge())
+        for plan in self._plan.plans:
             plan.big.clear()  # the pool has stored them
         if not self._hooks.restarts:
             self._pool.never_replaces()
-        for k, plan in enumerate(self._plans):
-            if any((questions := self._hooks.kept.of(plan.envs)).values()):
-                self._pool.post(k, self._pool.sealed(Again(questions)))
-        self.reset(seeds, frames)
+        for k in self._places:
+            for message in self._hooks.first_posts(k):
+                self._pool.post(k, self._pool.sealed(message))
+
+    def lay_out(self) -> ReplicaFields:
+        """Learns the fields of batches, once episodes have begun. Raises SpecMismatch."""
+        first: ReplicaFields
         first, *others = self._ask_all(AskFields())
         for k, fields in enumerate(others, 1):
             if fields != first:
-                raise SpecMismatch(f"collector {k} has {fields}, but collector 0 {first}; all must be alike")
-        self.fields: ReplicaFields = first
-        self._layouts = [plan.content.layout(first) for plan in self._plans]
+                noun = self._hooks.nouns.worker
+                raise SpecMismatch(f"{noun} {k} has {fields}, but {noun} 0 {first}; all must be alike")
+        self._carrier.lay_out(first)
+        self._hooks.started(first)
+        return first
 
     # ---- questions between batches
 
@@ -98,7 +82,7 @@ class ReplicaPool:
 
     def shapes(self) -> list[WeightShapes]:
         """The shapes and dtypes of the weights that each replica takes."""
-        return self._ask_all(AskShapes())
+        return [shapes for of_place in self._ask_all(AskShapes()) for shapes in of_place]
 
     def reset(self, seeds: Sequence[int | None], frames: int = 0) -> None:
         """Begins new episodes, and drops what is under way. seeds: one for each collector.
@@ -107,70 +91,78 @@ class ReplicaPool:
         """
         self.give_up()
         self._afresh.clear()
-        self._frames = [frames // len(self._collectors)] * len(self._collectors)
-        self._hooks.seeds = [*seeds]
-        for k, answer in self._ask({k: Begin(seed) for k, seed in enumerate(seeds)}, "in reset").items():
+        self._hooks.begins(seeds, frames)
+        begin = {k: self._hooks.begin(k) for k in self._places}
+        for k, answer in self._ask(begin, "in reset", is_for_all=True).items():
             if isinstance(answer, Raised):
                 self._replace_or_raise(k, answer)
-        self._hooks.reasons.clear()
+        self._hooks.given_up()
 
     def ask(self, question: EnvQuestion) -> list[Any]:
-        """The answers of all envs, as they left their processes; of a replica that was lost meanwhile None or an error.
+        """The answers of all envs, as they left their processes; of a place that was lost meanwhile None or an error.
 
         None where the envs of its successor are asked again.
         """
 
         def act() -> list[Any]:
-            parts = {k: question.to(plan.envs) for k, plan in enumerate(self._plans)}
-            answers = self._ask(parts, question.words)
+            if question.needs_all:
+                self._require(self._places)
+            parts = {k: question.to(self._envs(k)) for k in self._places}
+            answers = self._ask(parts, question.words, is_for_all=question.key is not None)
+            lost = [k for k in self._places if isinstance(answers.get(k), Lost | None)]
+            if question.needs_all or len(lost) == len(self._places):
+                self._require(lost)
+            for k in lost:
+                if question.needs_all and k in answers:
+                    raise answers[k].error
+                answers[k] = [None] * len(self._envs(k))
             for k, answer in answers.items():
                 if isinstance(answer, Raised):
                     raised.append(self._error(k, answer))
-                    answers[k] = [Failure.of(raised[-1], env, k, None, None) for env in self._plans[k].envs]
-                if isinstance(answer, Lost) and question.key is None:
-                    raise answer.error
-                if isinstance(answer, Lost):
-                    answers[k] = [None] * len(self._plans[k].envs)
-            return [one for answer in answers.values() for one in answer]
+                    answers[k] = [Failure.of(raised[-1], env, k, None, None) for env in self._envs(k)]
+            return [one for k in self._places for one in answers[k]]
 
-        raised: list[ReplicaFailed] = []
+        raised: list[Exception] = []
         answers = self._hooks.kept.while_asking(question, act)
         if raised:
             raise raised[0]
         return answers
 
     def stats(self) -> dict[str, Any]:
-        counts = self._hooks.counts_so_far()
-        env_steps, _, restarts = counts.sum(axis=0).tolist()
-        processes = self._pool.processes()
-        workers = [
-            {
-                "collecting": 1.0 - waiting,
-                "waiting": waiting,
-                **figures(pid, start),
-                **dict(zip(COUNTS, of_envs, strict=True)),
-            }
-            for (pid, start), waiting, of_envs in zip(processes, self._waiting, counts.tolist(), strict=True)
-        ]
-        running = sum(pid is not None for pid, _ in processes)
-        return {"env_steps": env_steps, "restarts": restarts, "processes": running, "workers": workers}
+        """Counts and shares of time, see `MultiCollector.stats`. For any thread."""
+        return self._hooks.stats(self._pool)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """See `MultiCollector.nodes`."""
+        return self._hooks.nodes(self._pool)
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed, by `close` or by an error."""
+        """True once it is closed, by `close` or by an error."""
         return self._pool.closed
 
     def follow(self, weights: SharedWeights) -> None:
-        """Says that `weights`, of the file that replicas have, are new. They look there themselves."""
+        """Has replicas act by `weights`, of the file that they have, from their next batches on."""
+        self._carrier.follow(weights)
 
     def close(self, limits: CloseLimits | None = None) -> None:
         """Closes envs, and ends the processes. limits: None for those of the plan."""
         self.stop()
-        self._pool.close(self._close_limits if limits is None else limits)
+        self._pool.close(self._plan.close_limits if limits is None else limits)
+
+    def _envs(self, place: int) -> range:
+        return self._hooks.plans[place].envs
+
+    def _require(self, places: Sequence[int]) -> None:
+        """Raises for the first of these places that is out of reach."""
+        there = self._pool.reachable
+        for k in places:
+            if k not in there and (error := self._hooks.lost(k)) is not None:
+                raise error
 
     def _ask_all(self, question: object, words: str = "answering a call") -> list[Any]:
-        """The answers of all collectors. Raises the first failure."""
-        answers = self._ask(dict.fromkeys(self._collectors, question), words)
+        """The answers of all places. Raises the first failure."""
+        answers = self._ask(dict.fromkeys(self._places, question), words)
         for k, answer in answers.items():
             if isinstance(answer, Raised):
                 raise self._error(k, answer)
@@ -178,17 +170,24 @@ class ReplicaPool:
                 raise answer.error
         return list(answers.values())
 
-    def _ask(self, questions: Mapping[int, object], words: str) -> dict[int, Any]:
-        """Asks collectors between batches; returns the answers by collector, among them what is `Raised` or `Lost`."""
+    def _ask(self, questions: Mapping[int, object], words: str, *, is_for_all: bool = False) -> dict[int, Any]:
+        """Asks places between batches; returns the answers by place, among them what is `Raised` or `Lost`.
+
+        is_for_all: who is out of reach gets it as well, once it is there, and does not answer.
+        """
         if self._batches.owing:  # those that are under way, and what they have failed with, come first
             self._batches.wait()
         try:
             self._replace_raised(self._batches)
-        except ReplicaFailed:
+        except Exception:
             self.give_up()
             raise
         self._questions.drop()
-        self._questions.ask(questions, words, self._limit, "about to answer a call")
+        there = self._pool.reachable
+        for k in questions.keys() - there if is_for_all else ():
+            self._pool.post(k, self._pool.sealed(questions[k]))
+        asked = {k: question for k, question in questions.items() if k in there}
+        self._questions.ask(asked, words, self._plan.limit, "about to answer a call")
         self._questions.wait()
         answers = sorted(self._questions.answers.items())
         self._questions.drop()
@@ -197,117 +196,117 @@ class ReplicaPool:
     # ---- collecting
 
     def collect(self) -> Filled:
+        """The next batch."""
         if self._questions.owing:  # what a Ctrl-C has left
             self._questions.wait()
-        return self._collect_all() if self._sync else self._collect_first()
+        return self._collect_all() if self._plan.sync else self._collect_first()
 
     def give_up(self) -> None:
-        """Stops all collectors. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
+        """Stops all places. Their envs have gone on meanwhile, so that their next batches begin new episodes."""
         self._ready.clear()
+        if self._pool.closed:
+            return
         self.stop()
-        for of in (self._batches, self._questions):
-            of.wait()
-            if self._hooks.restarts:
-                self._replace_raised(of)
-            of.drop()
-        self._hooks.reasons.clear()
-        self._filling.clear()
-        self._afresh.update(self._collectors)
+        self._end(self._batches)
+        self._end(self._questions)
+        if self._carrier.gives_up is not None:
+            self._questions.ask(dict.fromkeys(self._pool.reachable, self._carrier.gives_up), "giving up", None)
+            self._end(self._questions)
+        self._hooks.given_up()
+        self._carrier.finish(self._places)
+        self._afresh.update(self._places)
 
     def stop(self) -> None:
         """Ends the batches that are under way early. For any thread."""
-        for block in [*self._filling.values()]:  # a copy: another thread may close
-            stop_flag(block)[0] = 1
+        self._carrier.stop(self._batches.owing)
+
+    def _end(self, of: Round) -> None:
+        of.wait()
+        if self._hooks.restarts:
+            self._replace_raised(of)
+        of.drop()
 
     def _collect_all(self) -> Filled:
-        count = len(self._collectors)
-        offset, block = self._batch_memory.take_block(self._layouts[0].block_bytes)
-        storage = self._layouts[0].storage(block)
-        versions, notes = np.zeros(storage.N, np.int64), list[str]()
-        self._order(dict.fromkeys(self._collectors, (offset, block)))
-        while self._filling:
-            enough = max(1, min(len(self._filling), int(np.ceil(self._threshold)) - (count - len(self._filling))))
-            for k, _, collected in self._receive(enough):
-                part = slice(*self._plans[k].content.part)
-                versions[part] = self._finish(k, storage, part, collected, notes)
-            if count - len(self._filling) >= self._threshold:
-                stop_flag(block)[0] = 1
+        self._order(self._pool.reachable)
+        made = self._carrier.storage(0, None)
+        assert made is not None
+        storage, first_env = made
+        versions, missing, done, is_stopped = np.zeros(storage.N, np.int64), {*self._places}, 0, False
+        while self._batches.owing or self._batches.answers:
+            for k, answer in self._receive(1):
+                part = self._carrier.part(k)
+                versions[part] = self._carrier.fill(k, answer, storage, part)
+                missing.discard(k)
+                done += len(self._hooks.collectors[k])
+            if done >= self._plan.threshold and not is_stopped:
+                self.stop()
+                is_stopped = True
+        if len(missing) == len(self._places) and (error := self._hooks.lost(0)) is not None:
+            raise error
+        for k in missing:
+            storage.blank(self._carrier.part(k))
+            self._hooks.note_loss(k)
         storage.finals.sort(key=lambda one: (one.time, one.env))
-        own(block)
-        return Filled(storage, 0, versions, notes)
+        storage.losses.sort(key=lambda one: (one.time, one.env))
+        self._carrier.finish(self._places)
+        return Filled(storage, first_env, versions, self._notes())
 
     def _collect_first(self) -> Filled:
-        if self._batches.answers:  # that came before a question: their collectors are idle
+        if self._batches.answers:  # that came before a question: their places are idle
             self._take_ready(0)
         while not self._ready:
             self._order_idle()
-            self._take_ready(1)
-        # Each collector goes on at once, while the caller learns; at most one of its batches waits.
+            self._take_ready(0 if self._hooks.reasons else 1)
+            if not self._pool.reachable:
+                self._require(self._places)
+        # Each place goes on at once, while the caller learns; at most one of its batches waits.
         self._order_idle()
         return self._ready.popleft()
 
-    def _take_ready(self, min_collectors: int) -> None:
-        for k, block, collected in self._receive(min_collectors):
-            storage, notes = self._layouts[k].storage(block), list[str]()
-            version = self._finish(k, storage, slice(0, storage.N), collected, notes)
-            own(block)
-            self._ready.append(Filled(storage, self._plans[k].envs.start, np.full(storage.N, version), notes))
+    def _take_ready(self, at_least: int) -> None:
+        came = self._receive(at_least)
+        idle = [k for k in self._hooks.reasons if k not in self._batches.owing and k not in self._batches.answers]
+        for k, answer in [*came, *((k, None) for k in idle)]:
+            if answer is None:
+                self._hooks.note_loss(k)
+            if (made := self._carrier.storage(k, answer)) is None:
+                continue
+            storage, first_env = made
+            versions = np.zeros(storage.N, np.int64)
+            if answer is None:
+                storage.blank(slice(0, storage.N))
+            else:
+                versions[:] = self._carrier.fill(k, answer, storage, slice(0, storage.N))
+            self._carrier.finish([k])
+            self._ready.append(Filled(storage, first_env, versions, self._notes()))
 
     def _order_idle(self) -> None:
-        if idle := [k for k in self._collectors if k not in self._filling]:
-            self._order({k: self._batch_memory.take_block(self._layouts[k].block_bytes) for k in idle})
+        busy = {*self._batches.owing, *self._batches.answers}
+        self._order([k for k in self._pool.reachable if k not in busy])
 
-    def _order(self, blocks: Mapping[int, tuple[int, Block]]) -> None:
-        """Has collectors fill blocks of batch memory. blocks: by collector the offset, and the memory there."""
-        for _, block in blocks.values():
-            stop_flag(block)[0] = 0
-        orders = {k: Collect(offset, self._frames[k], k in self._afresh) for k, (offset, _) in blocks.items()}
+    def _order(self, places: Sequence[int]) -> None:
+        """Has idle places collect. One that was lost while it was idle begins with the next batch."""
+        orders = self._carrier.orders(places, self._afresh)
         asked = {k: order for k, order in orders.items() if k not in self._hooks.reasons}
-        self._filling |= {k: block for k, (_, block) in blocks.items()}  # first: what has begun can be stopped
-        self._batches.ask(asked, "collecting", self._limit, "about to collect")
-        self._afresh.difference_update(blocks)
+        self._batches.ask(asked, "collecting", self._plan.limit, "about to collect")
+        self._carrier.sent(asked)
+        self._afresh.difference_update(places)
 
-    def _receive(self, min_collectors: int) -> list[tuple[int, Block, Collected | None]]:
-        """Waits for collectors; returns those that are done: index, filled block, and what it says of that.
-
-        None: it was lost, and another is in its place.
-        """
-        batches = self._batches
-        # Those that were lost while they had nothing to do were not asked.
-        lost = [k for k in self._filling if k not in batches.owing and k not in batches.answers]
-        done: list[tuple[int, Block, Collected | None]] = [(k, self._filling.pop(k), None) for k in lost]
-        for k in batches.wait(max(0, min_collectors - len(done))):
-            one, block = batches.answers.pop(k), self._filling.pop(k)
+    def _receive(self, at_least: int) -> list[tuple[int, Any]]:
+        """Waits for batches; returns the places that are done, with their answers, without those that were lost."""
+        done = []
+        for k in self._batches.wait(at_least, _SLICE_S):
+            one = self._batches.answers.pop(k)
             content = one.content if isinstance(one, Answered) else None
             if isinstance(content, Raised):
                 self._replace_or_raise(k, content)
-                content = None
             elif content is not None:
-                self._hooks.counts[k], self._waiting[k] = content.counts, content.waiting
-            done.append((k, block, content))
+                done.append((k, content))
         return done
 
-    def _finish(
-        self, collector: int, storage: Storage, part: slice, collected: Collected | None, notes: list[str]
-    ) -> int:
-        """Adds to the storage what the collector's process could not write into it; returns the weights' version.
-
-        notes: receives what the user has to know of it.
-        """
-        name = self._nouns.name(collector)
-        if collected is None:
-            storage.blank(part)
-            reason = self._hooks.reasons.pop(collector)
-            notes.append(f"{name} was replaced, and its part of this batch is masked. What had happened: {reason}")
-            return 0
-        if collected.lost:
-            notes.append(
-                f"{name} was built again, and what set_attr had set is lost: {collected.lost}. "
-                "It goes on with what its constructor gives it: call set_attr again, or give the factory the value"
-            )
-        self._frames[collector] += int(storage.mask[:, part].sum())
-        storage.add_ends(collected.finals, collected.losses, collected.infos, part.start)
-        return collected.version
+    def _notes(self) -> list[str]:
+        notes, self._hooks.notes[:] = [*self._hooks.notes], []
+        return notes
 
     # ---- what replicas have raised
 
@@ -318,17 +317,35 @@ class ReplicaPool:
                 self._replace_or_raise(k, one.content)
                 of.answers[k] = Lost(k, self._error(k, one.content))
 
-    def _replace_or_raise(self, collector: int, raised: Raised) -> None:
+    def _replace_or_raise(self, place: int, raised: Raised) -> None:
         """Has another process take the place of a replica that has raised, where that may help."""
         if raised.is_final or not self._hooks.restarts:
-            raise self._error(collector, raised)
+            raise self._error(place, raised)
         reason = f"{raised.failed.type_name}: {raised.failed.message}"
-        with self._pool.whole():
-            successor = self._hooks.successor(collector, reason)
-        self._pool.replace(collector, reason, successor, self._close_limits)
+        self._hooks.replace(self._pool, place, reason, self._plan.close_limits)
 
-    def _error(self, collector: int, raised: Raised) -> ReplicaFailed:
-        """What a replica has raised. Closes the pool where restarting its envs did not help."""
+    def _error(self, place: int, raised: Raised) -> Exception:
+        """The error for what a replica has raised. Closes the pool where restarting its envs did not help."""
         if raised.is_final:
             self.close()
-        return self._hooks.raised(collector, raised.failed, raised.is_final)
+        return self._hooks.raised(place, raised.failed, raised.is_final)
+
+
+def in_processes(
+    plan: PoolPlan, weights_fd: int, kept: Kept, take_logs: Callable[[bytes, int], None] = hand_over
+) -> ReplicaPool:
+    """Replicas in processes of this machine.
+
+    weights_fd: the file of the weights that they follow; stays the owner's.  kept: see `PlaceHooks`.
+    take_logs: see `LogInbox`.
+    """
+    hooks = ReplicaHooks(plan.plans, plan.nouns, plan.limits.restarts, kept)
+    with naming_limits("the collectors could not start"), standard_fds():
+        memory = BatchMemory()
+    pool = Pool(
+        *("muster.rollout.replicas.replica:Replica", plan.plans, plan.processes, hooks, plan.limits),
+        files={"batches": memory.fd, "weights": weights_fd},
+        nouns=plan.nouns,
+        take_logs=take_logs,
+    )
+    return ReplicaPool(plan, pool, Blocks(plan, memory, hooks), hooks)

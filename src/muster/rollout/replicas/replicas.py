@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -31,27 +31,11 @@ from muster.rollout.beside_weights import BesideWeights
 from muster.rollout.replicas.hooks import ReplicaFailed
 from muster.rollout.replicas.plans import PRELOADS, Filled, PoolPlan, ReplicaPlan, collector_nouns
 from muster.rollout.replicas.policy_travel import PolicyFacts, pack_factory, pack_policy
-from muster.rollout.replicas.replica_pool import ReplicaPool
+from muster.rollout.replicas.replica_pool import ReplicaPool, in_processes
 from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes, shapes_of
 from muster.rollout.weights import Copies, weights_to_send
 from muster.transport.big_arrays import memfd
 from muster.transport.slab import split_evenly
-
-
-class RunsReplicas(Protocol):
-    """What runs replicas: a `ReplicaPool` here, or a fleet of node hosts with one each. See `ReplicaPool`."""
-
-    def start(self, seeds: Sequence[int | None]) -> None: ...
-    def weights(self) -> dict[str, Tensor]: ...
-    def shapes(self) -> list[WeightShapes]: ...
-    def follow(self, weights: SharedWeights) -> None: ...
-    def collect(self) -> Filled: ...
-    def give_up(self) -> None: ...
-    def reset(self, seeds: Sequence[int | None], frames: int) -> None: ...
-    def ask(self, question: EnvQuestion) -> list[Any]: ...
-    def stats(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
-
 
 # The first word of the spawn keys for replicas' seeds; Collector uses smaller ones.
 _REPLICAS = 3
@@ -60,7 +44,7 @@ _REPLICAS = 3
 class Replicas:
     """A `CollectorSet` of replicas of a policy with shares of envs, which a `ReplicaPool` runs.
 
-    threshold: a share of the collectors.  runs: makes what runs them.
+    threshold: a share of the collectors.  runs: makes the pool.
     The others: see `MultiCollector`, and `ReplicaPool`.
     """
 
@@ -77,7 +61,7 @@ class Replicas:
         count: int,
         limits: Limits,
         processes: Processes,
-        runs: Callable[[PoolPlan, int, Kept], RunsReplicas] = ReplicaPool,
+        runs: Callable[[PoolPlan, int, Kept], ReplicaPool] = in_processes,
     ) -> None:
         self._firsts = split_evenly(len(recipes), count)
         self._facts, self._seed, self._call_words = facts, seed, recipes[0].call
@@ -157,7 +141,9 @@ class Replicas:
         )
 
     def _begin(self) -> None:
-        self._pool.start(self._seeds(0))
+        self._pool.launch(self._seeds(0))
+        self._pool.reset(self._seeds(0))
+        self._pool.lay_out()
         # Factories may draw different weights in each process; all collectors take those of the first.
         weights = self._facts.weights() or self._pool.weights()
         expected = shapes_of(weights)
@@ -224,6 +210,9 @@ class Replicas:
 
     def stats(self) -> dict[str, Any]:
         return self._pool.stats()
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return self._pool.nodes()
 
     def close(self) -> None:
         self._pool.close()
