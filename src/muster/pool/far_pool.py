@@ -155,7 +155,7 @@ class FarPool(BasePool[FarPlace]):
     def ask_now(self, places: Iterable[int], message: object, limit_s: float) -> dict[int, Any]:
         """Asks residents at once, while they are busy. For any thread. Returns the answers that come in that time."""
         until, order, answers = time.monotonic() + limit_s, [_HEADS[Question], *parcel_of(message)], dict[int, Any]()
-        asked = {one.host.ask(order, beside=True): one for one in map(self._open_place, places)}
+        asked = {self._places[i].host.ask(order, beside=True): self._places[i] for i in places}
         while asked and time.monotonic() < until:
             for ticket, data in self._engine.wait(asked, SLICE_S).items():
                 place = asked.pop(ticket)

@@ -1,1 +1,1 @@
-"""Collectors on several machines: a node host on each, which runs a pool of them, and the fleet of all."""
+"""Collectors on several machines: a node on each, which runs a pool of them."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from muster.errors import ConfigError, NodeLost, WorkerError
-from muster.hosts.questions import Kept
+from muster.hosts.questions import Again, Kept
 from muster.introspection import caller_stacklevel
 from muster.pool.deaths import Nouns
 from muster.pool.engine import Engine
@@ -58,9 +58,9 @@ class NodeHooks(PlaceHooks, FarHooks):
         self._has_started = False
 
     def launches(self, seeds: Sequence[int | None]) -> None:
-        super().launches(seeds)
-        for place, plan in enumerate(self.plans):
-            plan.content = self._content(place)
+        self.seeds = [*seeds]
+        for plan, own in zip(self.plans, self.collectors, strict=True):
+            plan.content = replace(plan.content, seeds=seeds[own.start : own.stop])
 
     def met(self, place: int, met: Met) -> tuple[str, str]:
         self._machines[place] = met.host, met.node_id
@@ -84,7 +84,7 @@ class NodeHooks(PlaceHooks, FarHooks):
         say(f"{len(self.seeds)} collectors on {count} of {self._engine.name}: {each}")
 
     def begin(self, place: int) -> BeginAll:
-        return BeginAll(self._seeds(place), self.frames[place])
+        return BeginAll([self.seeds[k] for k in self.collectors[place]], self.frames[place])
 
     def gone(self, place: int, reason: str) -> None:
         self._reasons[place] = reason
@@ -96,7 +96,11 @@ class NodeHooks(PlaceHooks, FarHooks):
         self.reasons[place] = reason
         self.replaced[place] += 1
         self.versions[place] = 0
-        return Successor(self._content(place), [self.begin(place), AskFields()])
+        plan = self.plans[place]
+        # A collector's own successors have one number.
+        seeds = [seed_after(self.seeds[k], 0, self.replaced[place]) for k in self.collectors[place]]
+        begin = BeginAll(seeds, self.frames[place])
+        return Successor(replace(plan.content, seeds=seeds), [Again(self.kept.of(plan.envs)), begin, AskFields()])
 
     def loss(self, place: int, reason: str) -> str:
         parts = f"The parts of its {len(self.collectors[place])} collectors are masked until another is in its place"
@@ -150,15 +154,6 @@ class NodeHooks(PlaceHooks, FarHooks):
 
     def _name(self, place: int) -> str:
         return f"node {place} ({self._machines[place][0]})"
-
-    def _content(self, place: int) -> NodePlan:
-        plan: NodePlan = self.plans[place].content
-        return replace(plan, seeds=self._seeds(place), questions=self.kept.of(self.plans[place].envs))
-
-    def _seeds(self, place: int) -> list[int | None]:
-        seeds = [self.seeds[k] for k in self.collectors[place]]
-        # A collector's own successors have one number.
-        return [seed_after(seed, 0, self.replaced[place]) for seed in seeds] if self.replaced[place] else seeds
 
 
 def on_nodes(plan: PoolPlan, engine: Engine, kept: Kept) -> ReplicaPool:

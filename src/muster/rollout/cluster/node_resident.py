@@ -9,14 +9,14 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from muster.hosts.failures import Failure
-from muster.hosts.questions import EnvQuestion, Kept
+from muster.hosts.questions import Again, EnvQuestion, Kept
 from muster.pool.far_worker import FarResident, FarWorker
 from muster.pool.limits import CloseLimits
 from muster.pool.messages import Failed, Message
@@ -66,14 +66,13 @@ class NodePlan:
 
     plans: those of the pool's collectors, and for each the numbers of its buffers.
     buffers: for each its content, and its kind: bytes, read-only or writable memory.
-    seeds: as of `ReplicaPool.launch`.  questions: for envs, by env, once they are built.
+    seeds: as of `ReplicaPool.launch`.
     """
 
     pool: PoolPlan
     plans: list[tuple[Plan, list[int]]]
     buffers: list[tuple[Array, str]]
     seeds: Sequence[int | None] = ()
-    questions: Mapping[int, Sequence[EnvQuestion]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pool: PoolPlan, shared: Shared) -> NodePlan:
@@ -117,9 +116,10 @@ class NodeResident(FarResident):
         self._place = f"node {plan.plans[0][0].info.node_index} ({here.host})"
         self._collecting = 0  # the number of the batch under way
         self._weights_fd, self._version, self._installing = memfd("weights"), 0, threading.Lock()
-        kept = Kept(plan.questions, lambda value, parts: value)  # all is packed already
-        kept.keep(plan.questions)
-        self._pool: ReplicaPool = in_processes(plan.of_pool(), self._weights_fd, kept, here.take_logs)
+        own = plan.of_pool()
+        envs = range(own.plans[0].envs.start, own.plans[-1].envs.stop)
+        kept = Kept(envs, lambda value, parts: value)  # all is packed already
+        self._pool: ReplicaPool = in_processes(own, self._weights_fd, kept, here.take_logs)
         self._pool.launch(plan.seeds)
 
     def answer(self, question: Any) -> Any:
@@ -129,10 +129,13 @@ class NodeResident(FarResident):
             return Raised(Failed.of(error, dumps), self._pool.closed)
 
     def take(self, message: Any) -> None:
-        if isinstance(message, EnvQuestion):
-            self.answer(message)
-        else:
-            self._answer(message)
+        match message:
+            case Again(questions):
+                self._pool.again(questions)
+            case EnvQuestion():
+                self.answer(message)  # who refuses costs nobody the node
+            case _:
+                self._answer(message)
 
     def answer_now(self, question: Any) -> Any:
         match question:

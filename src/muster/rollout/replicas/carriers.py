@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,37 +22,49 @@ from muster.rollout.replicas.shared_weights import SharedWeights
 from muster.rollout.storage import Final, LastInfos, Loss, Storage
 
 
-class Carrier(Protocol):
-    """The way of batches. In sync mode all places fill one batch, otherwise each one of its own."""
+class Carrier(ABC):
+    """The way of batches. In sync mode all places fill one batch, otherwise each one of its own.
 
-    @property
-    def gives_up(self) -> Message | None:
-        """The question by which places drop what they do, where it does not suffice to stop them."""
+    gives_up: the question by which places drop what they do, where it does not suffice to stop them.
+    """
+
+    gives_up: Message | None = None
+
+    def __init__(self, plan: PoolPlan) -> None:
+        self._plans, self._sync = plan.plans, plan.sync
+        self._layouts: list[BatchLayout] = []  # by collector
 
     def lay_out(self, fields: ReplicaFields) -> None:
         """Says which fields batches have, before the first is ordered."""
+        self._layouts = [plan.content.layout(fields) for plan in self._plans]
 
+    @abstractmethod
     def orders(self, places: Sequence[int], afresh: Collection[int]) -> Mapping[int, Message]:
         """The orders for places that are idle; memory for the rows is there. afresh: who begins new episodes."""
 
-    def sent(self, orders: Mapping[int, Message]) -> None:
-        """Notes that these were sent."""
+    def sent(self, places: Collection[int]) -> None:
+        """Notes that the orders of these places were sent."""
 
+    @abstractmethod
     def storage(self, place: int, answer: Any) -> tuple[Storage, int] | None:
         """The storage of the batch that a place fills, and the index of its first env. answer: None for a lost one.
 
         None: a lost place has no batch of its own.
         """
 
+    @abstractmethod
     def part(self, place: int) -> slice:
         """The envs of a place in a batch of all."""
 
+    @abstractmethod
     def fill(self, place: int, answer: Any, storage: Storage, part: slice) -> Any:
         """Adds the rows and ends of an answer to the storage; returns the weights' version, or versions by env."""
 
+    @abstractmethod
     def finish(self, places: Sequence[int]) -> None:
         """Ends the batch, or the batches, of these places."""
 
+    @abstractmethod
     def stop(self, places: Sequence[int]) -> None:
         """Ends batches that are under way early. For any thread."""
 
@@ -59,19 +72,16 @@ class Carrier(Protocol):
         """Has places follow `weights`, of which there is a new version."""
 
 
-class Blocks:
-    """A block of shared memory for each batch, which replicas write and the owner reads: nothing is copied."""
+class Blocks(Carrier):
+    """A block of shared memory for each batch, which replicas write and the owner reads: nothing is copied.
 
-    gives_up = None
+    Replicas look for weights in the file that they have.
+    """
 
     def __init__(self, plan: PoolPlan, memory: BatchMemory, hooks: ReplicaHooks) -> None:
-        self._plans, self._sync = plan.plans, plan.sync
+        super().__init__(plan)
         self._memory, self._hooks = memory, hooks
         self._blocks: dict[int, Block] = {}  # by place, the block that it fills
-        self._layouts: list[BatchLayout] = []
-
-    def lay_out(self, fields: ReplicaFields) -> None:
-        self._layouts = [plan.content.layout(fields) for plan in self._plans]
 
     def orders(self, places: Sequence[int], afresh: Collection[int]) -> Mapping[int, Message]:
         one = self._take(places[0]) if self._sync and places else None
@@ -81,8 +91,6 @@ class Blocks:
             stop_flag(self._blocks[place])[0] = 0
             orders[place] = Collect(offset, self._hooks.frames[place], place in afresh)
         return orders
-
-    def sent(self, orders: Mapping[int, Message]) -> None: ...
 
     def storage(self, place: int, answer: Collected | None) -> tuple[Storage, int]:
         if place not in self._blocks:  # one that was lost before it was ordered anything
@@ -113,9 +121,6 @@ class Blocks:
     def stop(self, places: Sequence[int]) -> None:
         for block in [*self._blocks.values()]:  # a copy: another thread may close
             stop_flag(block)[0] = 1
-
-    def follow(self, weights: SharedWeights) -> None:
-        """Does nothing: replicas look into the file themselves."""
 
     def _take(self, place: int) -> tuple[int, Block]:
         return self._memory.take_block(self._layouts[place].block_bytes)
@@ -175,7 +180,7 @@ class NodeFigures(Protocol):
     def lost(self, place: int, reason: str) -> Exception: ...
 
 
-class Parcels:
+class Parcels(Carrier):
     """Batches from nodes, with columns that are copied once.
 
     In sync mode weights ride with the order, and each row that is not masked has to have their version. Otherwise they
@@ -185,16 +190,13 @@ class Parcels:
     gives_up = GiveUp()
 
     def __init__(self, plan: PoolPlan, pool: FarPool, hooks: NodeFigures) -> None:
-        self._plans, self._sync, self._pool, self._hooks = plan.plans, plan.sync, pool, hooks
-        self._layouts: list[BatchLayout] = []  # by collector
+        super().__init__(plan)
+        self._pool, self._hooks = pool, hooks
         self._number = 0  # of the batch
         self._numbers: dict[int, int] = {}  # of batches under way, by place
         self._pushed: dict[int, Ticket] = {}  # the last push, by place
         self._weights: SharedWeights | None = None
         self._image = TakeWeights(0, np.empty(0, np.uint8))
-
-    def lay_out(self, fields: ReplicaFields) -> None:
-        self._layouts = [plan.content.layout(fields) for plan in self._plans]
 
     def orders(self, places: Sequence[int], afresh: Collection[int]) -> Mapping[int, Message]:
         self._look_for_weights()
@@ -204,8 +206,8 @@ class Parcels:
         known = self._hooks.versions
         return {one: plain if known[one] >= self._image.version else with_weights for one in places}
 
-    def sent(self, orders: Mapping[int, Message]) -> None:
-        for place in orders:
+    def sent(self, places: Collection[int]) -> None:
+        for place in places:
             self._hooks.versions[place] = max(self._hooks.versions[place], self._image.version)
 
     def storage(self, place: int, answer: NodeBatch | None) -> tuple[Storage, int] | None:

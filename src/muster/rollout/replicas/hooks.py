@@ -10,7 +10,6 @@ import numpy as np
 from muster.errors import CollectorError, MusterError, WorkerName
 from muster.hosts.questions import Again, Kept
 from muster.pool.deaths import Nouns
-from muster.pool.limits import CloseLimits
 from muster.pool.messages import Failed, Message
 from muster.pool.place import Budget, Plan
 from muster.pool.pool import Pool
@@ -61,7 +60,7 @@ class PlaceHooks(Hooks):
     """What a pool of replicas knows of its places, and asks of their kind; the pool's finalizer does not hang on it.
 
     collectors: of each place, by their indices in the pool.  kept: what envs are asked again.
-    restarts: whether others come for replicas that have raised.
+    restarts: true if another comes for a replica that has raised, at once.
     reasons: by place, why the one before was lost, until a batch says so.
     seeds: for the next collectors.  frames: collected so far, by place.  replaced: how often, by place.
     notes: for the user, with the next batch.
@@ -76,17 +75,13 @@ class PlaceHooks(Hooks):
         self.frames, self.replaced = [0] * len(plans), [0] * len(plans)
         self.notes: list[str] = []
 
-    def judge(self) -> MemoryPlan | None:
-        """The plan by which memory is judged at the start."""
-        return None
-
     def begin(self, place: int) -> Message:
         """The question by which the collectors of a place begin new episodes, with their seeds and frames."""
         raise NotImplementedError
 
-    def launches(self, seeds: Sequence[int | None]) -> None:
-        """Takes the seeds of the collectors that start."""
-        self.seeds = [*seeds]
+    def launches(self, seeds: Sequence[int | None]) -> MemoryPlan | None:
+        """Takes the seeds of the collectors that start; returns the plan by which memory is judged meanwhile."""
+        raise NotImplementedError
 
     def started(self, fields: ReplicaFields) -> None:
         """Says what has started."""
@@ -95,14 +90,6 @@ class PlaceHooks(Hooks):
         """Takes the seeds of the collectors that begin again, and what all of them together have collected before."""
         self.seeds = [*seeds]
         self.frames = [frames // len(seeds) * len(own) for own in self.collectors]
-
-    def first_posts(self, place: int) -> Sequence[Message]:
-        """The messages for a place once it has started."""
-        return ()
-
-    def replace(self, pool: Any, place: int, reason: str, limits: CloseLimits) -> None:
-        """Has another take the place of one that has raised, which closes within `limits`."""
-        raise NotImplementedError
 
     def stats(self, pool: Any) -> dict[str, Any]:
         """See `MultiCollector.stats`."""
@@ -120,9 +107,6 @@ class PlaceHooks(Hooks):
     def loss(self, place: int, reason: str) -> str:
         """The note about a lost place."""
         raise NotImplementedError
-
-    def given_up(self) -> None:
-        """Forgets what only batches that were dropped have to say."""
 
     def lost(self, place: int, reason: str = "") -> Exception | None:
         """The error of a place that is out of reach. reason: empty for that of its loss."""
@@ -146,29 +130,19 @@ class ReplicaHooks(PlaceHooks):
         self.counts, self._counts_before = np.zeros((2, len(plans), len(COUNTS)), np.int64)
         self.waiting = [1.0] * len(plans)
 
-    def judge(self) -> MemoryPlan | None:
+    def launches(self, seeds: Sequence[int | None]) -> MemoryPlan | None:
+        for plan, seed in zip(self.plans, seeds, strict=True):
+            plan.seed(seed)
         count = len(self.plans)
         return MemoryPlan(count, count, "error", min(usable_cores(), count)) if count > 1 else None
 
     def begin(self, place: int) -> Begin:
         return Begin(self.seeds[place])
 
-    def launches(self, seeds: Sequence[int | None]) -> None:
-        super().launches(seeds)
-        for plan, seed in zip(self.plans, seeds, strict=True):
-            plan.seed(seed)
-
-    def first_posts(self, place: int) -> Sequence[Message]:
-        questions = self.kept.of(self.plans[place].envs)
-        return [Again(questions)] if any(questions.values()) else ()
-
-    def replace(self, pool: Pool, place: int, reason: str, limits: CloseLimits) -> None:
-        with pool.whole():
-            successor = self._successor(place, reason)
-        pool.replace(place, reason, successor, limits)
-
-    def _successor(self, place: int, reason: str) -> Successor:
+    def on_lost(self, place: int, reason: str) -> Successor | None:
         """Counts a replica as gone; returns who comes next. Raises WorkerError where that was one too many."""
+        if not self.restarts:
+            return None
         self._budget.spend(place, reason)
         self._counts_before[place] += self.counts[place]
         self._counts_before[place, COUNTS.index("restarts")] += len(self.plans[place].envs)
@@ -180,15 +154,9 @@ class ReplicaHooks(PlaceHooks):
         again = Again(self.kept.of(self.plans[place].envs))
         return Successor(self.plans[place].content, [again, Begin(seed)])
 
-    def on_lost(self, place: int, reason: str) -> Successor | None:
-        return self._successor(place, reason) if self.restarts else None
-
     def loss(self, place: int, reason: str) -> str:
         name = self.nouns.name(place)
         return f"{name} was replaced, and its part of this batch is masked. What had happened: {reason}"
-
-    def given_up(self) -> None:
-        self.reasons.clear()
 
     def raised(self, place: int, failed: Failed, is_final: bool = False) -> ReplicaFailed:
         return ReplicaFailed(self.nouns.name(place), failed, is_final)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muster.errors import SpecMismatch
 from muster.hosts.failures import Failure
-from muster.hosts.questions import EnvQuestion, Kept
+from muster.hosts.questions import Again, EnvQuestion, Kept
 from muster.pool.closing import close_abandoned
 from muster.pool.launcher_client import standard_fds
 from muster.pool.limits import CloseLimits
@@ -51,15 +51,17 @@ class ReplicaPool:
 
     def launch(self, seeds: Sequence[int | None]) -> None:
         """Starts all places. seeds: one for each collector. `reset` and `lay_out` come next."""
-        self._hooks.launches(seeds)
-        self._pool.start(self._hooks.judge())
+        self._pool.start(self._hooks.launches(seeds))
         for plan in self._plan.plans:
             plan.big.clear()  # the pool has stored them
         if not self._hooks.restarts:
             self._pool.never_replaces()
+
+    def again(self, questions: Mapping[int, Sequence[EnvQuestion]]) -> None:
+        """Has new envs answer what those before them were asked. questions: by env."""
+        self._hooks.kept.keep(questions)
         for k in self._places:
-            for message in self._hooks.first_posts(k):
-                self._pool.post(k, self._pool.sealed(message))
+            self._pool.post(k, self._pool.sealed(Again({env: questions[env] for env in self._envs(k)})))
 
     def lay_out(self) -> ReplicaFields:
         """Learns the fields of batches, once episodes have begun. Raises SpecMismatch."""
@@ -96,7 +98,7 @@ class ReplicaPool:
         for k, answer in self._ask(begin, "in reset", is_for_all=True).items():
             if isinstance(answer, Raised):
                 self._replace_or_raise(k, answer)
-        self._hooks.given_up()
+        self._forget_reasons()
 
     def ask(self, question: EnvQuestion) -> list[Any]:
         """The answers of all envs, as they left their processes; of a place that was lost meanwhile None or an error.
@@ -212,7 +214,7 @@ class ReplicaPool:
         if self._carrier.gives_up is not None:
             self._questions.ask(dict.fromkeys(self._pool.reachable, self._carrier.gives_up), "giving up", None)
             self._end(self._questions)
-        self._hooks.given_up()
+        self._forget_reasons()
         self._carrier.finish(self._places)
         self._afresh.update(self._places)
 
@@ -304,6 +306,11 @@ class ReplicaPool:
                 done.append((k, content))
         return done
 
+    def _forget_reasons(self) -> None:
+        """Batches that were dropped say nothing of replicas that were replaced; of nodes the rows are still masked."""
+        if self._hooks.restarts:
+            self._hooks.reasons.clear()
+
     def _notes(self) -> list[str]:
         notes, self._hooks.notes[:] = [*self._hooks.notes], []
         return notes
@@ -322,7 +329,11 @@ class ReplicaPool:
         if raised.is_final or not self._hooks.restarts:
             raise self._error(place, raised)
         reason = f"{raised.failed.type_name}: {raised.failed.message}"
-        self._hooks.replace(self._pool, place, reason, self._plan.close_limits)
+        assert isinstance(self._pool, Pool)
+        with self._pool.whole():
+            successor = self._hooks.on_lost(place, reason)
+        assert successor is not None
+        self._pool.replace(place, reason, successor, self._plan.close_limits)
 
     def _error(self, place: int, raised: Raised) -> Exception:
         """The error for what a replica has raised. Closes the pool where restarting its envs did not help."""
