@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from muster.algorithms import ActorCritic, head_of
 from muster.algorithms.action_network import ActionNetwork, action_networks
 from muster.algorithms.actor_critic import MEMORY, Network
-from muster.algorithms.encoder import MEASURED, as_observation, kind_of
-from muster.algorithms.normalization import ObservationNormalizer
+from muster.algorithms.encoder import MEASURED, ObservationNormalizer, as_observation, kind_of
 from muster.algorithms.teams import AgentsPolicy, Networks, Team
 from muster.errors import UsageError
 

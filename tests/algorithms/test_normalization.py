@@ -8,8 +8,7 @@ import torch
 from gymnasium import spaces
 from torch.testing import assert_close
 
-from muster.algorithms.encoder import Encoder, as_observation
-from muster.algorithms.normalization import ObservationNormalizer, RewardNormalizer, RunningMoments
+from muster.algorithms.encoder import Encoder, ObservationNormalizer, RewardNormalizer, RunningMoments, as_observation
 
 
 def test_moments_are_those_of_all_rows_together():

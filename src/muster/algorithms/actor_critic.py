@@ -18,8 +18,7 @@ from gymnasium import spaces
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 
-from muster.algorithms.encoder import Choices, Encoder, as_observation, gru_cell, mlp
-from muster.algorithms.normalization import ObservationNormalizer
+from muster.algorithms.encoder import Choices, Encoder, ObservationNormalizer, as_observation, gru_cell, mlp
 from muster.errors import TrainingDiverged, UsageError
 from muster.pool.resources import usable_cores
 from muster.spaces.masks import usable

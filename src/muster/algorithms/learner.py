@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import Sequences
-from muster.algorithms.normalization import RewardNormalizer
+from muster.algorithms.encoder import RewardNormalizer
 from muster.algorithms.ppo_config import PPOConfig
 from muster.algorithms.ppo_parts import Losses, Rates
 from muster.errors import TrainingDiverged

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import CHOSEN, MEMORY, as_seen, torch_threads
 from muster.algorithms.devices import placed
-from muster.algorithms.encoder import MEASURED, kind_of, observed
+from muster.algorithms.encoder import MEASURED, ObservationNormalizer, kind_of, observed
 from muster.algorithms.learner import Experience, Learner, Rollout, followers, goes_on
-from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy, generator_of, seed_of
 from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import MAPPOConfig

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from muster.algorithms.actor_critic import ActorCritic, Sequences, as_seen, torch_threads
-from muster.algorithms.encoder import MEASURED, as_observation, kind_of
-from muster.algorithms.normalization import ObservationNormalizer
+from muster.algorithms.encoder import MEASURED, ObservationNormalizer, as_observation, kind_of
 from muster.algorithms.ppo_config import POLICIES, PPOConfig
 from muster.errors import UsageError
 from muster.introspection import type_name

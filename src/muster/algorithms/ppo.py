@@ -21,9 +21,8 @@ import torch
 
 from muster.algorithms.actor_critic import CHOSEN, MEMORY, Explorer, Network, as_seen
 from muster.algorithms.devices import placed
-from muster.algorithms.encoder import observed
+from muster.algorithms.encoder import ObservationNormalizer, observed
 from muster.algorithms.learner import Experience, Learner, Rollout, goes_on
-from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy, generator_of, seed_of
 from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import PPOConfig

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from muster.algorithms.actor_critic import Network
+from muster.algorithms.encoder import ObservationNormalizer
 from muster.algorithms.mappo import normalizers_of, policies_of, teams_of
-from muster.algorithms.normalization import ObservationNormalizer
 from muster.algorithms.on_policy import OnPolicy
 from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
