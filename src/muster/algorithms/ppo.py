@@ -20,13 +20,11 @@ import numpy as np
 import torch
 
 from muster.algorithms.actor_critic import CHOSEN, MEMORY, Explorer, Network, as_seen
-from muster.algorithms.devices import placed
 from muster.algorithms.encoder import ObservationNormalizer, observed
 from muster.algorithms.learner import Experience, Learner, Rollout, goes_on
-from muster.algorithms.on_policy import OnPolicy, generator_of, seed_of
+from muster.algorithms.on_policy import OnPolicy, facts_of, generator_of, placed, seed_of
 from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_envs import facts_of
 from muster.algorithms.ppo_parts import EpisodeWindow, PPOMetrics, Rates, require_finite_rows
 from muster.spaces.masks import MASK
 

@@ -16,10 +16,9 @@ import torch
 from muster.algorithms.actor_critic import Network
 from muster.algorithms.encoder import ObservationNormalizer
 from muster.algorithms.mappo import normalizers_of, policies_of, teams_of
-from muster.algorithms.on_policy import OnPolicy
+from muster.algorithms.on_policy import OnPolicy, TrainingSpaces
 from muster.algorithms.own_network import policy_of
 from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
-from muster.algorithms.ppo_envs import TrainingSpaces
 from muster.algorithms.teams import Networks
 from muster.errors import ConfigError, RunConfigError, UsageError
 from muster.nn.shared_copies import shared_copy
