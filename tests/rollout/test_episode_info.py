@@ -21,7 +21,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 import muster
 from local_nodes import LocalNodes
-from muster.algorithms.ppo_parts import EpisodeWindow
+from muster.algorithms.ppo_config import EpisodeWindow
 from muster.errors import ConfigError
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import Episodes

@@ -18,7 +18,7 @@ import torch
 
 from command import muster
 from muster import load_policy
-from muster.algorithms.ppo_parts import EpisodeWindow
+from muster.algorithms.ppo_config import EpisodeWindow
 from muster.envs.pettingzoo import check_env
 from muster.errors import ConfigError, SpecMismatch, UsageError
 from muster.rollout.episodes import Episodes

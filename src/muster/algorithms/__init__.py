@@ -7,8 +7,7 @@ with imports_for("muster.algorithms needs", "muster-rl[torch]", "torch", "tensor
     from muster.algorithms.mappo import MAPPO
     from muster.algorithms.own_network import Head, PolicyNetwork
     from muster.algorithms.ppo import PPO
-    from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
-    from muster.algorithms.ppo_parts import MAPPOMetrics, PPOMetrics
+    from muster.algorithms.ppo_config import MAPPOConfig, MAPPOMetrics, PPOConfig, PPOMetrics
 
 __all__ = [
     "MAPPO", "PPO", "ActorCritic", "Head", "MAPPOConfig", "MAPPOMetrics", "PPOConfig", "PPOMetrics", "PolicyNetwork",

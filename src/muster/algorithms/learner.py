@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import Sequences
 from muster.algorithms.encoder import RewardNormalizer
-from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_parts import Losses, Rates
+from muster.algorithms.ppo_config import Losses, PPOConfig, Rates
 from muster.errors import TrainingDiverged
 from muster.rollout.returns import gae
 

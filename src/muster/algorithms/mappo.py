@@ -27,10 +27,17 @@ from torch import Tensor, nn
 from muster.algorithms.actor_critic import CHOSEN, MEMORY, as_seen, torch_threads
 from muster.algorithms.encoder import MEASURED, ObservationNormalizer, kind_of, observed
 from muster.algorithms.learner import Experience, Learner, Rollout, followers, goes_on
-from muster.algorithms.on_policy import OnPolicy, TrainingSpaces, facts_of, generator_of, placed, seed_of
+from muster.algorithms.on_policy import (
+    OnPolicy,
+    TrainingSpaces,
+    facts_of,
+    generator_of,
+    placed,
+    require_finite_rows,
+    seed_of,
+)
 from muster.algorithms.own_network import policy_of
-from muster.algorithms.ppo_config import MAPPOConfig
-from muster.algorithms.ppo_parts import EpisodeWindow, MAPPOMetrics, Rates, TeamFigures, require_finite_rows
+from muster.algorithms.ppo_config import EpisodeWindow, MAPPOConfig, MAPPOMetrics, Rates, TeamFigures
 from muster.algorithms.teams import AgentsExplorer, AgentsPolicy, CentralisedCritic, Networks, Sight, Team
 from muster.errors import ConfigError
 from muster.introspection import type_name

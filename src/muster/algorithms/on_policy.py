@@ -13,14 +13,21 @@ import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
-from torch import nn
+from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import Network, as_allowed, torch_threads
 from muster.algorithms.encoder import MEASURED, as_observation, kind_of, leaves_of
-from muster.algorithms.ppo_config import MAPPOConfig, PPOConfig
-from muster.algorithms.ppo_parts import EpisodeWindow, MAPPOMetrics, PPOMetrics, Rates, Schedule
+from muster.algorithms.ppo_config import (
+    EpisodeWindow,
+    MAPPOConfig,
+    MAPPOMetrics,
+    PPOConfig,
+    PPOMetrics,
+    Rates,
+    Schedule,
+)
 from muster.algorithms.teams import Networks
-from muster.errors import ClosedError, ConfigError, UsageError
+from muster.errors import ClosedError, ConfigError, TrainingDiverged, UsageError
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import ENV_OPTIONS, MultiCollector, env_options
 from muster.rollout.weights import place, to_device
@@ -242,6 +249,72 @@ def generator_of(sequence: np.random.SeedSequence) -> torch.Generator:
 
 def seed_of(sequence: np.random.SeedSequence) -> int:
     return int(sequence.generate_state(1, np.uint64)[0])
+
+
+def require_finite_rows(
+    collected: Any, steps_before: int, kept_steps: int, agents: Sequence[object] = (), *, what: str = "an observation"
+) -> None:
+    """Raises TrainingDiverged for the first observation or reward to be learnt from that is not finite in float32.
+
+    collected: an `Experience` with observations as the envs returned them.  steps_before: steps of each env before.
+    kept_steps: env steps of the run until then.  agents: their names, where there are several.  what: it is called.
+
+    The final observation of a terminated episode is never learnt from, and may be anything; so may masked rows.
+    """
+    rewards, terminated, truncated, mask = (
+        getattr(collected, name) for name in ("rewards", "terminated", "truncated", "counts")
+    )
+    bootstraps = mask & truncated & ~terminated
+    used = mask.clone()
+    used[:, 1:] |= bootstraps[:, :-1]  # where an env is reset in a row of its own, that row has the final observation
+    env_ids, times = (index.tolist() for index in collected.final_at.unbind(-1))
+    T = mask.shape[1]
+    # By the number of steps that the env had made when it returned it, a step's final observation before the reset's.
+    found = [(t + 1, 0, env, *agent, "a reward of", rewards[env, t]) for env, t, *agent in _bad(rewards, mask)]
+    leaves = zip(*(map(_leaves, (collected.observations, collected.last, collected.finals))), strict=True)
+    for observations, last, finals in leaves:
+        seen = f"{what} that holds"
+        found += [(t, 1, env, *agent, seen, observations[env, t]) for env, t, *agent in _bad(observations, used)]
+        found += [
+            (times[k] + 1, 0, env_ids[k], *agent, "a final observation that holds", finals[k])
+            for k, *agent in _bad(finals, bootstraps[env_ids, times])
+        ]
+        found += [
+            (T, 1, env, *agent, seen, last[env]) for env, *agent in _bad(last, ~(mask[:, -1] & terminated[:, -1]))
+        ]
+    if not found:
+        return
+    step, _, env, *agent, returned, row = min(found, key=lambda one: one[:-2])
+    row = row[agent[0]] if agent else row
+    number = row[~_finite(row)][0].item()
+    whose = f"for {agents[agent[0]]!r} " if agent else ""
+    when = f"in its step {steps_before + step}" if steps_before + step else "at its first reset"
+    raise TrainingDiverged(
+        f"Env {env} returned {returned} {number} {whose}{when}; PPO learns from finite numbers of float32 alone. "
+        f"Nothing of this rollout was learnt: the state is that after step {kept_steps:,}. Mend the env, or replace "
+        "such numbers in a wrapper; make_vec(check_finite=True) raises in the env's own step."
+    )
+
+
+def _leaves(obs: Any) -> list[Tensor]:
+    """The tensors of an observation: itself, or those in a TensorDict."""
+    return [obs] if isinstance(obs, Tensor) else list(obs.values(include_nested=True, leaves_only=True))
+
+
+def _bad(rows: Tensor, used: Tensor) -> list[list[int]]:
+    """The places of ``used`` (bool, of the first dims of ``rows``) where a row is not finite."""
+    if not rows.is_floating_point():
+        return []
+    finite = _finite(rows)
+    while finite.ndim > used.ndim:
+        finite = finite.all(-1)
+    places: list[list[int]] = torch.nonzero(used & ~finite).tolist()
+    return places
+
+
+def _finite(rows: Tensor) -> Tensor:
+    """Whether each number is finite in float32, the policy's dtype."""
+    return rows.float().isfinite()
 
 
 class TrainingSpaces(NamedTuple):

@@ -22,10 +22,9 @@ import torch
 from muster.algorithms.actor_critic import CHOSEN, MEMORY, Explorer, Network, as_seen
 from muster.algorithms.encoder import ObservationNormalizer, observed
 from muster.algorithms.learner import Experience, Learner, Rollout, goes_on
-from muster.algorithms.on_policy import OnPolicy, facts_of, generator_of, placed, seed_of
+from muster.algorithms.on_policy import OnPolicy, facts_of, generator_of, placed, require_finite_rows, seed_of
 from muster.algorithms.own_network import policy_of
-from muster.algorithms.ppo_config import PPOConfig
-from muster.algorithms.ppo_parts import EpisodeWindow, PPOMetrics, Rates, require_finite_rows
+from muster.algorithms.ppo_config import EpisodeWindow, PPOConfig, PPOMetrics, Rates
 from muster.spaces.masks import MASK
 
 
