@@ -35,6 +35,44 @@ class Sequences(NamedTuple):
     keeps: Tensor  # [S, L, (A)] bool, whether there is memory before a step; else it begins with zeros
 
 
+def goes_on(batch: Any, trajectories: Tensor | None = None) -> Tensor:
+    """Whether each row of a batch, [N, T], is of the same trajectory as the one before.
+
+    trajectories: [N], those of the rows before the first; None: these go on.
+    """
+    ids = batch["collector", "traj_ids"]
+    before = ids[:, 0] if trajectories is None else trajectories
+    same: Tensor = ids == torch.cat([before.unsqueeze(1), ids[:, :-1]], 1)
+    return same
+
+
+def followers(rows: Tensor, last: Tensor, finals: Tensor, final_at: Tensor) -> Tensor:
+    """What follows each of ``rows`` [N, T, ...]: the next row, ``last`` [N, ...] after the last one, and ``finals``
+    [K, ...] after those that ended an episode."""
+    following = torch.cat([rows[:, 1:], last.unsqueeze(1)], 1)
+    if len(finals):
+        following[final_at.unbind(-1)] = finals
+    return following
+
+
+def in_sequences(memory: Tensor, keeps: Tensor, most: int) -> tuple[Tensor, Tensor, Sequences]:
+    """The rows of N envs, T of each, as S equal sequences of L steps, ``most`` at the most.
+
+    memory: [N, T, (A,) H], before each row: sequences begin with theirs.  keeps: [N, T, (A)].
+
+    Returns the indices of their rows [S * L]; which of them repeat an env's last row, where T is no multiple of L,
+    bool [S * L]; and their memory.
+    """
+    N, T = keeps.shape[:2]
+    count = math.ceil(T / most)
+    times = torch.arange(count * math.ceil(T / count), device=keeps.device).view(count, -1)
+    firsts = T * torch.arange(N, device=keeps.device).view(N, 1, 1)
+    at = (firsts + times.clamp(max=T - 1)).flatten(0, 1)
+    start, kept = memory.flatten(0, 1)[at[:, 0]], keeps.flatten(0, 1)[at]
+    kept[:, 0] = True  # the memory before the first row is as it was
+    return at.flatten(), (times >= T).expand(N, *times.shape).flatten(), Sequences(start, kept)
+
+
 class ActorCritic(nn.Module):
     """A policy and a value for one env: two networks of ``hidden_sizes``, or single layers on a shared CNN for images.
 

@@ -34,6 +34,8 @@ MAX_CODES = 32  # so many integers are told apart by one-hot codes
 EMBEDDING = 8  # numbers for each code of a byte grid
 CLIP = 10.0  # in standard deviations
 EPSILON = 1e-8
+# Of the three parts of a batch's observations: in the rows, after the last of them, at episodes' ends.
+PLACES: tuple[Key, ...] = ((), ("collector", "last"), ("collector", "final"))
 
 
 def kind_of(space: gym.Space[Any]) -> Kind:
@@ -124,18 +126,22 @@ def as_observation(obs: Any, dims: int = 1) -> Any:
     return TensorDict(parts, batch_size=next(iter(parts.values())).shape[:dims])
 
 
-def observed(batch: TensorDictBase, space: Any, at: Key, name: Key, dims: int) -> Any:
-    """The observations of a collector's batch, as `Encoder` takes them.
+def observed(batch: TensorDictBase, space: Any, name: Key, dims: int = 1) -> tuple[Any, Any, Any]:
+    """A collector's observations as `Encoder` takes them, at each of PLACES.
 
-    at: where they lie, such as ``("collector", "last")``.  name: ("observation",), or (group, "observation").
-    dims: of the TensorDict that several are.
+    name: ("observation",), or (group, "observation").  dims: of each of the last two; the rows have one more.
     """
-    # What lies beside the rows is an UnbatchedTensor, which a TensorDict would neither split nor flatten.
-    if kind_of(space) != "mixed":
-        return batch[(*at, *name)].as_subclass(Tensor)
-    under = () if len(name) == 1 and isinstance(space, spaces.Dict) else name
-    parts = {key: batch[(*at, *under, *key)].as_subclass(Tensor) for key in leaves_of(space)}
-    return TensorDict(parts, batch_size=next(iter(parts.values())).shape[:dims])
+
+    def at(place: Key, dims: int) -> Any:
+        # What lies beside the rows is an UnbatchedTensor, which a TensorDict would neither split nor flatten.
+        if kind_of(space) != "mixed":
+            return batch[(*place, *name)].as_subclass(Tensor)
+        under = () if len(name) == 1 and isinstance(space, spaces.Dict) else name
+        parts = {key: batch[(*place, *under, *key)].as_subclass(Tensor) for key in leaves_of(space)}
+        return TensorDict(parts, batch_size=next(iter(parts.values())).shape[:dims])
+
+    rows, last, finals = PLACES
+    return at(rows, dims + 1), at(last, dims), at(finals, dims)
 
 
 class Encoder(nn.Module):

@@ -17,34 +17,38 @@ agent's index; with ``critic="own"`` it sees what the agent observes, which is I
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
-from torch import Tensor, nn
+from torch import nn
 
-from muster.algorithms.actor_critic import CHOSEN, MEMORY, as_seen, torch_threads
-from muster.algorithms.encoder import MEASURED, ObservationNormalizer, kind_of, observed
-from muster.algorithms.learner import Experience, Learner, Rollout, followers, goes_on
-from muster.algorithms.on_policy import (
-    OnPolicy,
-    TrainingSpaces,
-    facts_of,
-    generator_of,
-    placed,
-    require_finite_rows,
-    seed_of,
-)
+from muster.algorithms.actor_critic import CHOSEN, MEMORY, as_seen, followers, goes_on, torch_threads
+from muster.algorithms.encoder import MEASURED, PLACES, ObservationNormalizer, kind_of, observed
+from muster.algorithms.on_policy import OnPolicy, TrainingSpaces, facts_of, generator_of, placed, seed_of
 from muster.algorithms.own_network import policy_of
+from muster.algorithms.ppo import Experience, Rollout
 from muster.algorithms.ppo_config import EpisodeWindow, MAPPOConfig, MAPPOMetrics, Rates, TeamFigures
-from muster.algorithms.teams import AgentsExplorer, AgentsPolicy, CentralisedCritic, Networks, Sight, Team
+from muster.algorithms.teams import (
+    AgentsExplorer,
+    AgentsPolicy,
+    CentralisedCritic,
+    Networks,
+    Sight,
+    Team,
+    TeamExperience,
+    TeamLearner,
+)  # fmt: skip
 from muster.errors import ConfigError
 from muster.introspection import type_name
 from muster.spaces.masks import MASK
 
 STATE = "state"
-PLACES = (), ("collector", "last"), ("collector", "final")  # of the three parts of a batch's observations
+Three = tuple[Any, Any, Any]  # observations, as `observed` gives them
+# Those parts of what a group has collected that have its agents as their third dim.
+OF_AGENTS = ["actions", "rewards", "terminated", "truncated", "counts", "masks", "memory", "keeps", "acts", "follows"]
 
 
 class MAPPO(OnPolicy[MAPPOMetrics]):
@@ -72,24 +76,20 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
     """
 
     def __init__(
-        self,
-        envs: Any,
-        config: MAPPOConfig,
-        policy: Any = None,
-        *,
-        device: str | torch.device = "cpu",
-        collectors: Mapping[str, Any] | None = None,
-    ) -> None:
+        self, envs: Any, config: MAPPOConfig, policy: Any = None, *,
+        device: str | torch.device = "cpu", collectors: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         facts = facts_of(envs, config, collectors)
         self.groups = facts.groups
-        self.teams, self._sights = teams_of(facts, config), sights_of(facts, config)
+        self.teams, self._sights = teams_of(facts, config), [one.name for one in sights_of(facts, config)]
         collecting, weights, minibatches = np.random.SeedSequence(config.seed).spawn(3)
         self.policies = policies_of(facts, config, weights, policy)
         self.normalizers = normalizers_of(facts, config)
         at = placed(device, self.policies.values(), self.normalizers.values(), config)
+        seeds, shape = minibatches.spawn(len(self.teams)), (config.num_envs,)
         self.learners = {
-            team.name: Learner(self.policies[team.name], config, (config.num_envs, team.num_agents), at, seed_of(one))
-            for team, one in zip(self.teams, minibatches.spawn(len(self.teams)), strict=True)
+            team.name: TeamLearner(self.policies[team.name], config, (*shape, team.num_agents), at, seed_of(seed))
+            for team, seed in zip(self.teams, seeds, strict=True)
         }
         explorer = AgentsExplorer(self.network, config.learning_rate)
         episodes = EpisodeWindow(self.groups, [group for group in self.groups if not config.shares_params(group)])
@@ -107,11 +107,10 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
         rollouts = self.collect_rollouts()
         steps, figures = self.collector.frames, {}
         for team in self.teams:
-            learner, rollout = self.learners[team.name], rollouts[team.name]
-            losses = learner.update(rollout, rates, steps)
-            figures[team.name] = TeamFigures(
-                team.group, self.episodes.mean_of(team.group), losses, rollout.explained_variance()
-            )
+            rollout = rollouts[team.name]
+            losses = self.learners[team.name].update(rollout, rates, steps)
+            rest = self.episodes.mean_of(team.group), losses, rollout.explained_variance()
+            figures[team.name] = TeamFigures(team.group, *rest)
         of_episodes = self.episodes.figures(), self.episodes.by_agent()
         return MAPPOMetrics(steps, self.episodes.summary(), figures, rates.learning_rate, *of_episodes)
 
@@ -119,31 +118,32 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
     def collect_rollouts(self) -> dict[str, Rollout]:
         """The next ``num_steps`` steps of every env, for each team by its name, going on where the last ones ended."""
         batch = self._collect()
-        collected = {group: self._collected(batch, group) for group in self.groups}
+        three = {name: self._three(batch, name) for name in dict.fromkeys([*self.groups, *self._sights])}
+        collected = {group: self._collected(batch, group, three[group]) for group in self.groups}
         # Before anything else: what is not finite enters neither statistics nor returns.
         for group, agents in self.groups.items():
-            require_finite_rows(collected[group], self._steps_before, self.steps, agents)
-        if self.facts.state_space is not None and self._sights:
-            require_finite_rows(self._collected_states(batch), self._steps_before, self.steps, what="a state")
+            self._require_finite(collected[group], agents)
+        mask = batch["collector", "mask"]
+        if STATE in three:
+            self._require_finite(self._collected_states(batch, three[STATE]), what="a state")
         # A rollout that was cut short has its last step before rows that are left out.
-        at = torch.arange(self.config.num_envs), batch["collector", "mask"].cumsum(1).argmax(1)
+        at = torch.arange(self.config.num_envs), mask.cumsum(1).argmax(1)
         self._ended = {group: batch["next", group, "done"][at].squeeze(-1) for group in self.groups}
         self._trajectories = batch["collector", "traj_ids"][:, -1].clone()
         self.episodes.add(self.collector.last_episodes)
         # By the statistics that the actors saw them by; the rollout's own rows count from the next one on.
-        seen = {name: self._seen(batch, name) for name in {**self.groups, **{one.name: one for one in self._sights}}}
+        seen = {name: [as_seen(one, self.normalizers.get(name)) for one in parts] for name, parts in three.items()}
         for name, normalizer in self.normalizers.items():
-            counts = batch["collector", "mask"] if name == STATE else collected[name].counts
-            normalizer.update(self._three(batch, name)[0][counts])
-        rollouts = {}
-        for team in self.teams:
-            observations, last, finals = self._observed(seen, team)
-            rows = _of_agents(collected[team.group], team.agents)
-            rows = rows._replace(observations=observations, last=last, finals=finals)
-            rollouts[team.name] = self.learners[team.name].judge(rows)
-        return rollouts
+            normalizer.update(three[name][0][mask if name == STATE else collected[name].counts])
+        return {team.name: self._judged(team, collected[team.group], seen) for team in self.teams}
 
-    def _collected(self, batch: TensorDict, group: str) -> Experience:
+    def _three(self, batch: TensorDict, name: str) -> Three:
+        """The observations of a group, or the states, as `observed` gives them."""
+        if name == STATE:
+            return observed(batch, self.facts.state_space, (STATE,))
+        return observed(batch, self.facts.observation_space[name], (name, "observation"), 2)
+
+    def _collected(self, batch: TensorDict, group: str, three: Three) -> TeamExperience:
         """The batch as a group sees it."""
         rewards, terminated, truncated = (
             batch["next", group, name].squeeze(-1) for name in ("reward", "terminated", "truncated")
@@ -155,49 +155,36 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
         # The row after an agent's end shows how it ended, unless the agent has begun again there.
         ended = torch.cat([self._ended[group].unsqueeze(1), (terminated | truncated)[:, :-1]], 1)
         shows_end = ended & going_on & ~acting
-        observations, last, finals = self._three(batch, group)
-        counts = batch["collector", "mask"].unsqueeze(-1) & alive & ~shows_end
-        return Experience(
-            observations, last, finals, final_at, batch[group, *CHOSEN], rewards, terminated, truncated, counts,
-            acts=acting,
+        return TeamExperience(
+            *three, final_at, batch[group, *CHOSEN], rewards, terminated, truncated,
+            counts=batch["collector", "mask"].unsqueeze(-1) & alive & ~shows_end,
+            keeps=going_on & torch.cat([alive[:, :1], alive[:, :-1]], 1),
             masks=batch.get((group, MASK), None),
+            memory=batch[group].get(MEMORY, None),
+            acts=acting,
             follows=followers(alive, alive_last, alive_finally, final_at),
             ends=batch["next", "done"],
-            memory=batch[group].get(MEMORY, None),
-            keeps=going_on & torch.cat([alive[:, :1], alive[:, :-1]], 1),
         )  # fmt: skip
 
-    def _collected_states(self, batch: TensorDict) -> Experience:
+    def _collected_states(self, batch: TensorDict, three: Three) -> Experience:
         """The batch as one agent sees it whose observations are the states, and who gets no reward."""
         terminated, truncated = (batch["next", name].squeeze(-1) for name in ("terminated", "truncated"))
-        rows, last, finals = self._three(batch, STATE)
-        rest = (batch["collector", "final_at"], terminated, terminated.float(), terminated, truncated)
-        return Experience(rows, last, finals, *rest, counts=batch["collector", "mask"])
+        final_at, mask = batch["collector", "final_at"], batch["collector", "mask"]
+        return Experience(*three, final_at, terminated, terminated.float(), terminated, truncated, mask, keeps=mask)
 
-    def _observed(self, seen: Mapping[str, list[Tensor]], team: Team) -> list[Any]:
-        """What the network of a team takes, see `AgentsPolicy`, in the three parts of `seen`."""
-        rows, last, finals = seen[team.group]
-        own = [rows[:, :, team.agents], last[:, team.agents], finals[:, team.agents]]
-        if not self._sights:
-            return own
-        by_name = [{one.name: seen[one.name][part] for one in self._sights} for part in range(3)]
-        leads = (2, 1, 1)  # dims of a batch: env and time, env, episode
-        return [
-            TensorDict({"own": one, "sights": sights}, one.shape[:lead])
-            for one, sights, lead in zip(own, by_name, leads, strict=True)
-        ]
-
-    def _seen(self, batch: TensorDict, name: str) -> list[Tensor]:
-        """The observations of a group, or the states, as networks see them: in rows, last ones and final ones."""
-        return [as_seen(one, self.normalizers.get(name)) for one in self._three(batch, name)]
-
-    def _three(self, batch: TensorDict, name: str) -> list[Any]:
-        """Those in the rows [N, T, ...], after the last of them [N, ...], and at the ends of episodes [K, ...]."""
-        is_state = name == STATE
-        space = self.facts.state_space if is_state else self.facts.observation_space[name]
-        key = (STATE,) if is_state else (name, "observation")
-        dims = (2, 1, 1) if is_state else (3, 2, 2)
-        return [observed(batch, space, at, key, of) for at, of in zip(PLACES, dims, strict=True)]
+    def _judged(self, team: Team, collected: TeamExperience, seen: Mapping[str, list[Any]]) -> Rollout:
+        """The rollout of a team, from what its group has collected, with observations as `AgentsPolicy` takes them."""
+        observations = []
+        for part, lead in enumerate((2, 1, 1)):  # env and time, env, episode
+            own = seen[team.group][part][(slice(None),) * lead + (team.agents,)]
+            if self._sights:
+                sights = {name: seen[name][part] for name in self._sights}
+                own = TensorDict({"own": own, "sights": sights}, own.shape[:lead])
+            observations.append(own)
+        rows = {name: getattr(collected, name) for name in OF_AGENTS}
+        its_own: Any = {name: None if one is None else one[:, :, team.agents] for name, one in rows.items()}
+        its_own |= dict(zip(("observations", "last", "finals"), observations, strict=True))
+        return self.learners[team.name].judge(replace(collected, **its_own))
 
     def _begin_anew(self) -> None:
         """Forgets the batch before: new episodes begin."""
@@ -275,13 +262,3 @@ def normalizers_of(facts: TrainingSpaces, config: MAPPOConfig) -> dict[str, Obse
         return {}
     seen = {**facts.observation_space, **{one.name: one.space for one in sights_of(facts, config)}}
     return {name: ObservationNormalizer(space) for name, space in seen.items() if kind_of(space) in MEASURED}
-
-
-def _of_agents(collected: Experience, agents: slice) -> Experience:
-    """The part of some agents, without the observations."""
-    parts: Any = {
-        name: None if rows is None else rows[:, :, agents]
-        for name, rows in collected._asdict().items()
-        if name not in ("observations", "last", "finals", "final_at", "ends")
-    }
-    return collected._replace(**parts)

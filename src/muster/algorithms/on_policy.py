@@ -15,7 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
 
-from muster.algorithms.actor_critic import Network, as_allowed, torch_threads
+from muster.algorithms.actor_critic import as_allowed, torch_threads
 from muster.algorithms.encoder import MEASURED, as_observation, kind_of, leaves_of
 from muster.algorithms.ppo_config import (
     EpisodeWindow,
@@ -25,8 +25,7 @@ from muster.algorithms.ppo_config import (
     PPOMetrics,
     Rates,
     Schedule,
-)
-from muster.algorithms.teams import Networks
+)  # fmt: skip
 from muster.errors import ClosedError, ConfigError, TrainingDiverged, UsageError
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import ENV_OPTIONS, MultiCollector, env_options
@@ -67,29 +66,28 @@ class OnPolicy(ABC, Generic[M]):
     """
 
     def __init__(
-        self,
-        envs: Any,
-        facts: TrainingSpaces,
-        config: PPOConfig,
-        explorer: Any,
-        device: torch.device,
-        episodes: EpisodeWindow,
-        seed: int,
-        collectors: Mapping[str, Any] | None,
-    ) -> None:
+        self, envs: Any, facts: TrainingSpaces, config: PPOConfig, explorer: Any, device: torch.device,
+        episodes: EpisodeWindow, seed: int, collectors: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
         self.envs, self.facts, self.config, self.episodes = envs, facts, config, episodes
         self.device = device
         self.steps = 0  # env steps of the complete iterations
         self._explorer = explorer
         self.schedule = Schedule(config)
-        self.collector = collector_over(envs, explorer, config, device, seed, collectors)
+        shared: Any = {"frames_per_batch": config.batch_size, "seed": seed, "compact": True}
+        shared |= {"episode_info": config.episode_info} | ({} if device.type == "cpu" else {"device": device})
+        self.collector: Collector | MultiCollector
+        if collectors is None:
+            self.collector = Collector(envs, explorer, **shared)
+        else:
+            self.collector = MultiCollector(envs, explorer, num_envs=config.num_envs, **shared, **collectors)
         self._under_way = False  # an iteration has begun, and has not ended
         self._complete: tuple[dict[str, Any], M | None] = self._state(), None
 
     @property
     @abstractmethod
-    def network(self) -> Network | Networks:
-        """What acts as the policy is now."""
+    def network(self) -> Any:
+        """The policy as it acts now: a `Network`, or `Networks` of agents."""
 
     def act(self, obs: Any, state: Any = None, *, masks: Any = None, alive: Any = None, sample: bool = False) -> Any:
         """Actions for observations, as the envs want them: the likeliest ones, or drawn if ``sample``.
@@ -156,10 +154,44 @@ class OnPolicy(ABC, Generic[M]):
             batch = self.collector.rollout()
         return batch
 
-    @property
-    def _steps_before(self) -> int:
-        """The steps that each env had made before the batch that was collected last."""
-        return (self.collector.batches - 1) * self.config.num_steps
+    def _require_finite(self, collected: Any, agents: Sequence[object] = (), what: str = "an observation") -> None:
+        """Raises TrainingDiverged for the first observation or reward to be learnt from that is not finite in float32.
+
+        collected: an `Experience`, the observations as the envs returned them.  agents: their names, where there are
+        several.  what: it is called.
+
+        The final observation of a terminated episode is never learnt from, and may be anything; so may masked rows.
+        """
+        rewards, mask, ended = collected.rewards, collected.counts, collected.terminated
+        bootstraps = mask & collected.truncated & ~ended
+        used = mask.clone()
+        used[:, 1:] |= bootstraps[
+            :, :-1
+        ]  # where an env is reset in a row of its own, that row has the final observation
+        env_ids, times = (index.tolist() for index in collected.final_at.unbind(-1))
+        T = mask.shape[1]
+        # By the number of steps that the env had made when it returned it, a final observation before the reset's.
+        found = [(t + 1, 0, env, *agent, "a reward of", rewards[env, t]) for env, t, *agent in _bad(rewards, mask)]
+        seen, final = f"{what} that holds", "a final observation that holds"
+        leaves = zip(*(map(_leaves, (collected.observations, collected.last, collected.finals))), strict=True)
+        for rows, last, finals in leaves:
+            at_end, after = _bad(finals, bootstraps[env_ids, times]), _bad(last, ~(mask[:, -1] & ended[:, -1]))
+            found += [(t, 1, env, *agent, seen, rows[env, t]) for env, t, *agent in _bad(rows, used)]
+            found += [(times[k] + 1, 0, env_ids[k], *agent, final, finals[k]) for k, *agent in at_end]
+            found += [(T, 1, env, *agent, seen, last[env]) for env, *agent in after]
+        if not found:
+            return
+        step, _, env, *agent, returned, row = min(found, key=lambda one: one[:-2])
+        row = row[agent[0]] if agent else row
+        number = row[~_finite(row)][0].item()
+        whose = f"for {agents[agent[0]]!r} " if agent else ""
+        step += (self.collector.batches - 1) * self.config.num_steps  # those before this batch
+        when = f"in its step {step}" if step else "at its first reset"
+        raise TrainingDiverged(
+            f"Env {env} returned {returned} {number} {whose}{when}; PPO learns from finite numbers of float32 alone. "
+            f"Nothing of this rollout was learnt: the state is that after step {self.steps:,}. Mend the env, or "
+            "replace such numbers in a wrapper; make_vec(check_finite=True) raises in the env's own step."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last complete iteration, whole, also while another one is under way or was cut short.
@@ -251,51 +283,6 @@ def seed_of(sequence: np.random.SeedSequence) -> int:
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
-def require_finite_rows(
-    collected: Any, steps_before: int, kept_steps: int, agents: Sequence[object] = (), *, what: str = "an observation"
-) -> None:
-    """Raises TrainingDiverged for the first observation or reward to be learnt from that is not finite in float32.
-
-    collected: an `Experience` with observations as the envs returned them.  steps_before: steps of each env before.
-    kept_steps: env steps of the run until then.  agents: their names, where there are several.  what: it is called.
-
-    The final observation of a terminated episode is never learnt from, and may be anything; so may masked rows.
-    """
-    rewards, terminated, truncated, mask = (
-        getattr(collected, name) for name in ("rewards", "terminated", "truncated", "counts")
-    )
-    bootstraps = mask & truncated & ~terminated
-    used = mask.clone()
-    used[:, 1:] |= bootstraps[:, :-1]  # where an env is reset in a row of its own, that row has the final observation
-    env_ids, times = (index.tolist() for index in collected.final_at.unbind(-1))
-    T = mask.shape[1]
-    # By the number of steps that the env had made when it returned it, a step's final observation before the reset's.
-    found = [(t + 1, 0, env, *agent, "a reward of", rewards[env, t]) for env, t, *agent in _bad(rewards, mask)]
-    leaves = zip(*(map(_leaves, (collected.observations, collected.last, collected.finals))), strict=True)
-    for observations, last, finals in leaves:
-        seen = f"{what} that holds"
-        found += [(t, 1, env, *agent, seen, observations[env, t]) for env, t, *agent in _bad(observations, used)]
-        found += [
-            (times[k] + 1, 0, env_ids[k], *agent, "a final observation that holds", finals[k])
-            for k, *agent in _bad(finals, bootstraps[env_ids, times])
-        ]
-        found += [
-            (T, 1, env, *agent, seen, last[env]) for env, *agent in _bad(last, ~(mask[:, -1] & terminated[:, -1]))
-        ]
-    if not found:
-        return
-    step, _, env, *agent, returned, row = min(found, key=lambda one: one[:-2])
-    row = row[agent[0]] if agent else row
-    number = row[~_finite(row)][0].item()
-    whose = f"for {agents[agent[0]]!r} " if agent else ""
-    when = f"in its step {steps_before + step}" if steps_before + step else "at its first reset"
-    raise TrainingDiverged(
-        f"Env {env} returned {returned} {number} {whose}{when}; PPO learns from finite numbers of float32 alone. "
-        f"Nothing of this rollout was learnt: the state is that after step {kept_steps:,}. Mend the env, or replace "
-        "such numbers in a wrapper; make_vec(check_finite=True) raises in the env's own step."
-    )
-
-
 def _leaves(obs: Any) -> list[Tensor]:
     """The tensors of an observation: itself, or those in a TensorDict."""
     return [obs] if isinstance(obs, Tensor) else list(obs.values(include_nested=True, leaves_only=True))
@@ -354,24 +341,6 @@ def require_options(collectors: Mapping[str, Any]) -> None:
             raise ConfigError(f"collectors: PPO's collectors have no option {name!r}: {instead}")
 
 
-def collector_over(
-    envs: Any,
-    explorer: Any,
-    config: PPOConfig,
-    device: torch.device,
-    seed: int,
-    collectors: Mapping[str, Any] | None,
-) -> Collector | MultiCollector:
-    """What collects PPO's rollouts, by an explorer that is the caller's own object, or by copies that follow it."""
-    shared: dict[str, Any] = {"frames_per_batch": config.batch_size, "seed": seed, "compact": True}
-    shared["episode_info"] = config.episode_info
-    if device.type != "cpu":
-        shared["device"] = device
-    if collectors is None:
-        return Collector(envs, explorer, **shared)
-    return MultiCollector(envs, explorer, num_envs=config.num_envs, **shared, **collectors)
-
-
 def _facts(envs: Any, config: PPOConfig, num_envs: int) -> TrainingSpaces:
     name, of_agents = ("MAPPO", True) if isinstance(config, MAPPOConfig) else ("PPO", False)
     if of_agents and not isinstance(envs, MultiAgentVectorEnv):
@@ -424,7 +393,11 @@ def placed(
     wish: as for `PPO`. Raises ConfigError where there is no such device, or it cannot compute what is asked for.
     """
     policies = list(policies)
-    device = _chosen(policies) if wish == "auto" else to_device(wish)
+    if wish == "auto":  # the GPU, if there is one, for images and for large networks; else the CPU
+        images = any(isinstance(layer, nn.Conv2d) for policy in policies for layer in policy.modules())
+        weights = sum(one.numel() for policy in policies for one in policy.parameters())
+        wish = "cuda" if (images or weights > LARGE) and torch.cuda.is_available() else "cpu"
+    device = to_device(wish)
     if device.type == "mps" and (config.normalize_observations or config.normalize_rewards):
         raise ConfigError(
             "device", "one with float64, for normalize_observations and normalize_rewards: cpu or cuda", str(device)
@@ -432,11 +405,3 @@ def placed(
     for one in (*policies, *statistics):
         place(one, device, "device")
     return device
-
-
-def _chosen(policies: list[Any]) -> torch.device:
-    """The GPU, if there is one, for images and for large networks; else the CPU."""
-    layers = [layer for policy in policies for layer in policy.modules()]
-    weights = sum(one.numel() for policy in policies for one in policy.parameters())
-    is_large = weights > LARGE or any(isinstance(layer, nn.Conv2d) for layer in layers)
-    return to_device("cuda" if is_large and torch.cuda.is_available() else "cpu")

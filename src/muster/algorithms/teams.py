@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from muster.algorithms.actor_critic import MEMORY, ActorCritic, Explorer, Network, Sequences, as_allowed, begun
 from muster.algorithms.encoder import Encoder, as_observation, mlp
+from muster.algorithms.ppo import Experience, Learner, Rollout
+from muster.algorithms.ppo_config import Losses, Rates
 
 
 class Team(NamedTuple):
@@ -103,6 +107,43 @@ class AgentsPolicy(nn.Module):
             return [*(x.view(S, A, L, *x.shape[1:]).transpose(1, 2).flatten(0, 1) for x in found), None]
         flat = [x if x is None else x.flatten(0, 1) for x in (obs, masks, memory)]
         return [x if x is None else x.view(*obs.shape[:2], *x.shape[1:]) for x in call(*flat)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeamExperience(Experience):
+    """An `Experience` of A agents, with [N, T, A] for [N, T]."""
+
+    acts: Tensor  # [N, T, A] bool, the rows in which the action counted
+    follows: Tensor  # [N, T, A] bool, whether the agent is there after the step
+    ends: Tensor  # [N, T, 1] bool, whether the step ended the env's episode
+
+
+class TeamLearner(Learner):
+    """What a team learns by: PPO's learner, with rows [B, A] in which some agents wait, or are not there."""
+
+    def update(self, rollout: Rollout, rates: Rates, steps: int) -> Losses:
+        nobody = rollout.counts is not None and not rollout.counts.any()
+        return Losses(*[math.nan] * 5) if nobody else super().update(rollout, rates, steps)
+
+    def _following(self, collected: TeamExperience, values: Tensor, last: Tensor, finals: Tensor) -> Tensor:
+        """The value of what an agent observes next, be it after several steps in which it is not there.
+
+        Of an agent that is not there again in its episode, or in the rollout, it is the value of its last observation.
+        """
+        following = super()._following(collected, values, last, finals).clone()
+        later = nothing = torch.full_like(values[:, 0], torch.nan)
+        for t in reversed(range(values.shape[1])):
+            ended = torch.where(collected.ends[:, t], nothing, later)
+            following[:, t] = later = torch.where(collected.follows[:, t], following[:, t], ended)
+        return torch.where(following.isnan(), values, following)
+
+    def _learnt_from(self, collected: TeamExperience, rows: Rollout) -> Rollout:
+        counts, acts = (x.flatten(0, 1) for x in (collected.counts, collected.acts & collected.counts))
+        rows = rows._replace(counts=counts, acts=acts)
+        if collected.memory is not None:
+            return rows.in_sequences(collected.memory, collected.keeps, self.config.sequence_length)
+        there = counts.any(-1)
+        return rows if there.all() else rows.at(torch.nonzero(there).squeeze(1))
 
 
 class AgentsExplorer(nn.Module):
