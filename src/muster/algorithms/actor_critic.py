@@ -18,7 +18,7 @@ from gymnasium import spaces
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 
-from muster.algorithms.encoder import Choices, Encoder, ObservationNormalizer, as_observation, gru_cell, mlp
+from muster.algorithms.encoder import Choices, Encoder, ObservationNormalizer, as_observation, layer, mlp
 from muster.errors import TrainingDiverged, UsageError
 from muster.pool.resources import usable_cores
 from muster.spaces.masks import usable
@@ -101,24 +101,16 @@ class ActorCritic(nn.Module):
     """
 
     def __init__(
-        self,
-        observation_space: gym.Space[Any],
-        action_space: gym.Space[Any],
-        rng: torch.Generator | None = None,
-        *,
-        memory_size: int = 0,
-        judges: bool = True,
-        hidden_sizes: Sequence[int] = (64, 64),
-        activation: str = "tanh",
-        log_std_init: float = 0.0,
-        sprite: int | None = None,
-    ) -> None:
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], rng: torch.Generator | None = None, *,
+        memory_size: int = 0, judges: bool = True, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
+        log_std_init: float = 0.0, sprite: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.memory_size = memory_size
         self.encoder = Encoder(observation_space, rng, sprite)
         seen = memory_size or self.encoder.num_features
         if memory_size:
-            self.cell = gru_cell(self.encoder.num_features, memory_size, rng)
+            self.cell = layer(nn.GRUCell, self.encoder.num_features, memory_size, rng=rng, gain=1.0)
         self.head = head_of(action_space, log_std_init)
         hidden = hidden_sizes if self.encoder.needs_hidden else ()
         self.actor = mlp([seen, *hidden, self.head.num_params], activation=activation, gain=0.01, rng=rng)
@@ -348,15 +340,9 @@ class Network(NamedTuple):
 
     @torch.no_grad()
     def act(
-        self,
-        obs: Tensor,
-        state: Mapping[Any, Tensor] | None = None,
-        *,
-        masks: Tensor | None = None,
-        alive: Any = None,
-        sample: bool,
-        threads: int,
-    ) -> tuple[Any, dict[Any, Tensor] | None]:
+        self, obs: Tensor, state: Mapping[Any, Tensor] | None = None, *, sample: bool, threads: int,
+        masks: Tensor | None = None, alive: Any = None,
+    ) -> tuple[Any, dict[Any, Tensor] | None]:  # fmt: skip
         """Actions for observations [B, *obs_shape], as the env wants them: the likeliest ones, or drawn if ``sample``.
 
         state: the memory before the step; None for that of new episodes.  masks: allowed choices, as for `ActorCritic`.

@@ -211,11 +211,10 @@ class Encoder(nn.Module):
     def forward(self, obs: Tensor | TensorDictBase) -> Tensor:
         if isinstance(obs, TensorDictBase):
             return torch.cat([leaf(obs[key]) for key, leaf in zip(self.keys, self.leaves, strict=True)], -1)
-        if self.kind == "numbers":
-            return obs.reshape(obs.shape[0], -1).float()
-        if self.kind == "bytes":
+        if self.kind in ("numbers", "bytes"):
             numbers = obs.reshape(obs.shape[0], -1).float()
-            return numbers if obs.is_floating_point() else numbers / 255  # normalised ones are floats
+            is_raw = self.kind == "bytes" and not obs.is_floating_point()  # normalised bytes are floats
+            return numbers / 255 if is_raw else numbers
         if self.kind == "choices":
             columns = zip(self.choices.to_columns(obs).unbind(-1), self.choices.nvec, strict=True)
             # The zeros of an agent that is not there need not be choices.
@@ -289,27 +288,17 @@ def mlp(sizes: Sequence[int], *, activation: str, gain: float, rng: torch.Genera
     return nn.Sequential(*layers, layer(nn.Linear, sizes[-2], sizes[-1], rng=rng, gain=gain))
 
 
-def gru_cell(inputs: int, size: int, rng: torch.Generator | None) -> nn.GRUCell:
-    """A GRU's cell with orthogonal weights and zero biases."""
-    built: nn.GRUCell = nn.utils.skip_init(nn.GRUCell, inputs, size)  # type: ignore[no-untyped-call]  # torch's gap
-    for weights in (built.weight_ih, built.weight_hh):
-        nn.init.orthogonal_(weights, generator=rng)
-    for biases in (built.bias_ih, built.bias_hh):
-        nn.init.zeros_(biases)
-    return built
+def layer(kind: Any, *sizes: int | tuple[int, ...], rng: torch.Generator | None, gain: float = 2**0.5) -> Any:
+    """A layer, or a GRU's cell, with orthogonal weights and zero biases.
 
-
-def layer(
-    kind: type[nn.Linear] | type[nn.Conv2d],
-    *sizes: int | tuple[int, ...],
-    rng: torch.Generator | None,
-    gain: float = 2**0.5,
-) -> nn.Module:
-    """A layer with orthogonal weights and zero biases. It is built empty: torch's own draw would use its global rng."""
-    built: nn.Linear | nn.Conv2d = nn.utils.skip_init(kind, *sizes)  # type: ignore[no-untyped-call]  # torch's gap
-    nn.init.orthogonal_(built.weight, gain, generator=rng)
-    if built.bias is not None:
-        nn.init.zeros_(built.bias)
+    It is built empty: torch's own draw would use its global rng.
+    """
+    built: nn.Module = nn.utils.skip_init(kind, *sizes)  # type: ignore[no-untyped-call]  # torch's gap
+    for name, one in built.named_parameters():
+        if name.startswith("weight"):
+            nn.init.orthogonal_(one, gain, generator=rng)
+        else:
+            nn.init.zeros_(one)
     return built
 
 

@@ -44,11 +44,9 @@ OPTIONS = (
     *("collect_timeout", "threads_per_collector", "preemptive_threshold"),
 )
 _INSTEAD = {
-    "num_envs": "PPOConfig(num_envs=...)",
+    **{name: f"PPOConfig({name}=...)" for name in ("num_envs", "seed", "episode_info")},
     "frames_per_batch": "PPOConfig(num_steps=...)",
     "total_frames": "PPOConfig(total_steps=...)",
-    "seed": "PPOConfig(seed=...)",
-    "episode_info": "PPOConfig(episode_info=...)",
     "policy": "PPO(policy=...)",
     "max_frames_per_traj": "gymnasium.wrappers.TimeLimit among the wrappers",
     "num_workers": "num_collectors",
@@ -342,29 +340,23 @@ def require_options(collectors: Mapping[str, Any]) -> None:
 
 
 def _facts(envs: Any, config: PPOConfig, num_envs: int) -> TrainingSpaces:
-    name, of_agents = ("MAPPO", True) if isinstance(config, MAPPOConfig) else ("PPO", False)
-    if of_agents and not isinstance(envs, MultiAgentVectorEnv):
+    several, got, count = isinstance(envs, MultiAgentVectorEnv), type(envs).__name__, getattr(envs, "num_envs", None)
+    if isinstance(config, MAPPOConfig) and not several:
         raise UsageError(
-            f"MAPPO trains several agents per env and needs a muster.MultiAgentVectorEnv, got {type(envs).__name__}. "
-            "For one agent per env there is PPO."
+            f"MAPPO trains several agents per env and needs a muster.MultiAgentVectorEnv, got {got}. For one agent per "
+            "env there is PPO."
         )
-    if not of_agents and not isinstance(envs, VectorEnv):
-        instead = " For several agents there is MAPPO." if isinstance(envs, MultiAgentVectorEnv) else ""
-        raise UsageError(
-            f"PPO trains one agent per env and needs a gymnasium VectorEnv, got {type(envs).__name__}.{instead}"
-        )
-    if envs.num_envs != num_envs:
-        raise UsageError(
-            f"envs has num_envs={envs.num_envs}, the config num_envs={num_envs}; "
-            f"pass {name}Config(num_envs={envs.num_envs})."
-        )
-    spec = getattr(envs, "spec", None)
-    if not isinstance(envs, MultiAgentVectorEnv):
-        _require_fitting(config, envs.single_observation_space)
-        return TrainingSpaces(envs.single_observation_space, envs.single_action_space, spec)
-    seen, acts, groups = envs.single_observation_space.spaces, envs.single_action_space.spaces, envs.groups
-    assert isinstance(config, MAPPOConfig)
-    shared = config.share_params
+    if not isinstance(config, MAPPOConfig) and not isinstance(envs, VectorEnv):
+        instead = " For several agents there is MAPPO." if several else ""
+        raise UsageError(f"PPO trains one agent per env and needs a gymnasium VectorEnv, got {got}.{instead}")
+    if count != num_envs:
+        name = type(config).__name__
+        raise UsageError(f"envs has num_envs={count}, the config num_envs={num_envs}; pass {name}(num_envs={count}).")
+    seen, acts, spec = envs.single_observation_space, envs.single_action_space, getattr(envs, "spec", None)
+    if not isinstance(config, MAPPOConfig):
+        _require_fitting(config, seen)
+        return TrainingSpaces(seen, acts, spec)
+    groups, shared = envs.groups, config.share_params
     if unknown := [] if isinstance(shared, bool) else [name for name in shared if name not in groups]:
         raise ConfigError(f"share_params names {unknown}, and the envs have the groups {list(groups)}")
     _require_fitting(config, *(seen[group] for group in groups))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -157,49 +157,37 @@ class Schedule:
     """
 
     def __init__(self, config: PPOConfig) -> None:
-        self._config = config
-        self._first_step, self._last_step = 0, config.num_iterations * config.batch_size
-        self._total_steps = config.total_steps  # a run ends with these, before the last step where rows are left out
-        self._first = Rates(config.learning_rate, config.clip_coef)
-        self.began_again = False
+        self._config, self.began_again = config, False
+        last_step = config.num_iterations * config.batch_size
+        # A run ends with total_steps, before the last step where rows are left out.
+        self._line: dict[str, Any] = {"first_step": 0, "last_step": last_step, "total_steps": config.total_steps}
+        self._line["first"] = [config.learning_rate, config.clip_coef]
 
     def at(self, steps: int) -> Rates:
         """The rates of the iteration that starts after ``steps`` env steps."""
-        length = max(self._last_step - self._first_step, 1)
-        left = max(1 - (steps - self._first_step) / length, 0.0)
-        return Rates(
-            self._first.learning_rate * (left if self._config.anneal_lr else 1),
-            self._first.clip_coef * (left if self._config.anneal_clip else 1),
-        )
+        first_step, (learning_rate, clip_coef) = self._line["first_step"], self._line["first"]
+        left = max(1 - (steps - first_step) / max(self._line["last_step"] - first_step, 1), 0.0)
+        anneal_lr, anneal_clip = self._config.anneal_lr, self._config.anneal_clip
+        return Rates(learning_rate * (left if anneal_lr else 1), clip_coef * (left if anneal_clip else 1))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "first_step": self._first_step,
-            "last_step": self._last_step,
-            "total_steps": self._total_steps,
-            "first": list(self._first),
-        }
+        return self._line
 
     def load_state_dict(self, state: Mapping[str, Any], steps: int, learning_rate: float | None = None) -> None:
         """Goes on from the rates that a run had reached after ``steps``, to 0 at the end that the config sets.
 
         A run that had finished starts with the config's rates again.  learning_rate: starts with this one instead.
         """
-        last_step = self._last_step
-        self._first_step, self._last_step = int(state["first_step"]), int(state["last_step"])
-        finished = steps >= int(state["total_steps"])
-        self._first = Rates(*map(float, state["first"]))
-        self.began_again = False
-        if self._last_step == last_step and learning_rate is None:
+        new = Schedule(self._config)._line
+        self._line, self.began_again = new | {"first": [*map(float, state["first"])]}, False
+        self._line |= {name: int(state[name]) for name in ("first_step", "last_step")}
+        if self._line["last_step"] == new["last_step"] and learning_rate is None:
             return
-        if finished:
-            self._first = Rates(self._config.learning_rate, self._config.clip_coef)
-            self.began_again = self._config.anneal_lr and learning_rate is None
-        else:
-            self._first = self.at(steps)
-        if learning_rate is not None:
-            self._first = self._first._replace(learning_rate=learning_rate)
-        self._first_step, self._last_step = steps, last_step
+        finished = steps >= int(state["total_steps"])
+        self.began_again = finished and self._config.anneal_lr and learning_rate is None
+        reached, clip_coef = new["first"] if finished else self.at(steps)
+        first = [reached if learning_rate is None else learning_rate, clip_coef]
+        self._line = new | {"first_step": steps, "first": first}
 
 
 class EpisodeSummary(NamedTuple):
@@ -222,10 +210,9 @@ class EpisodeWindow:
     def __init__(self, groups: Mapping[str, Sequence[Hashable]] | None = None, apart: Collection[str] = ()) -> None:
         self._agents, self._groups, self._apart = groups or {}, slots_of(groups or {}), set(apart)
         self.ended = 0
-        self.returns: deque[float] = deque(maxlen=EPISODE_WINDOW)
-        self.lengths: deque[int] = deque(maxlen=EPISODE_WINDOW)
-        self.by_group: dict[str, deque[list[float]]] = {name: deque(maxlen=EPISODE_WINDOW) for name in self._groups}
-        self.infos: dict[str, deque[float]] = {}
+        self.returns, self.lengths = _recent(), _recent()
+        self.by_group = {name: _recent() for name in self._groups}
+        self.infos: dict[str, deque[Any]] = {}
 
     def add(self, episodes: Episodes) -> None:
         """Adds the episodes that ended in a rollout."""
@@ -234,7 +221,7 @@ class EpisodeWindow:
         self.lengths.extend(episodes.lengths.tolist())
         for name, columns in self._groups.items():
             self._extend(name, episodes.returns[:, columns])
-        self.infos = {name: self.infos.get(name, deque(maxlen=EPISODE_WINDOW)) for name in episodes.infos}
+        self.infos = {name: self.infos.get(name, _recent()) for name in episodes.infos}
         for name, numbers in episodes.infos.items():
             self.infos[name].extend(numbers[~np.isnan(numbers)].tolist())
 
@@ -274,15 +261,15 @@ class EpisodeWindow:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.ended = int(state["ended"])
-        self.returns = deque(map(float, state["returns"]), EPISODE_WINDOW)
-        self.lengths = deque(map(int, state["lengths"]), EPISODE_WINDOW)
-        for name, returns in self.by_group.items():
-            returns.clear()
-            for of_one in state["groups"][name]:  # older states have the mean over the agents
-                shape = 1, len(self._agents[name])
-                self._extend(name, np.broadcast_to(np.array(of_one, np.float64), shape))
-        of = state.get("infos", {})  # older states have none
-        self.infos = {str(name): deque(map(float, numbers), EPISODE_WINDOW) for name, numbers in of.items()}
+        self.returns, self.lengths = _recent(map(float, state["returns"])), _recent(map(int, state["lengths"]))
+        self.by_group = {name: _recent() for name in self._groups}
+        for name, agents in self._agents.items():
+            self._extend(name, np.array(state["groups"][name], np.float64).reshape(-1, len(agents)))
+        self.infos = {str(name): _recent(map(float, numbers)) for name, numbers in state["infos"].items()}
+
+
+def _recent(some: Iterable[Any] = ()) -> deque[Any]:
+    return deque(some, EPISODE_WINDOW)
 
 
 class Losses(NamedTuple):

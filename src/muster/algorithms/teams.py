@@ -45,15 +45,9 @@ class CentralisedCritic(nn.Module):
     """
 
     def __init__(
-        self,
-        sights: Sequence[Sight],
-        num_agents: int,
-        rng: torch.Generator | None,
-        *,
-        hidden_sizes: Sequence[int],
-        activation: str,
-        sprite: int | None,
-    ) -> None:
+        self, sights: Sequence[Sight], num_agents: int, rng: torch.Generator | None, *,
+        hidden_sizes: Sequence[int], activation: str, sprite: int | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.sights, self.num_agents = list(sights), num_agents
         encoders = [Encoder(sight.space, rng, sprite) for sight in sights]
@@ -158,14 +152,9 @@ class AgentsExplorer(nn.Module):
         self.initial_state = networks.initial_state
 
     def forward(
-        self,
-        obs: Mapping[str, Any],
-        state: Mapping[Any, Tensor] | None = None,
-        *,
-        masks: Mapping[str, Tensor],
-        alive: Mapping[str, Tensor],
-        rng: torch.Generator | None = None,
-    ) -> Any:
+        self, obs: Mapping[str, Any], state: Mapping[Any, Tensor] | None = None, *,
+        masks: Mapping[str, Tensor], alive: Mapping[str, Tensor], rng: torch.Generator | None = None,
+    ) -> Any:  # fmt: skip
         """What `Explorer` gives, by group, for observations [N, A, *obs_shape] and masks [N, A, n] by group."""
         for explorer in self.explorers:
             explorer.steps = self.steps
@@ -194,15 +183,9 @@ class Networks(NamedTuple):
         return {key: torch.zeros(len(each), each[0]) for key, each in sizes.items() if each[0]} or None
 
     def act(
-        self,
-        obs: Mapping[str, Any],
-        state: Mapping[Any, Tensor] | None = None,
-        *,
-        masks: Mapping[str, Tensor] | None = None,
-        alive: Mapping[str, Tensor] | None = None,
-        sample: bool,
-        threads: int,
-    ) -> tuple[dict[str, Tensor], dict[Any, Tensor] | None]:
+        self, obs: Mapping[str, Any], state: Mapping[Any, Tensor] | None = None, *, sample: bool, threads: int,
+        masks: Mapping[str, Tensor] | None = None, alive: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], dict[Any, Tensor] | None]:  # fmt: skip
         """As `Network.act`, by group: obs [B, A, *obs_shape], masks [B, A, n], alive [B, A]; None: all are."""
         count = len(as_observation(obs[self.teams[0].group], 2))
         spaces, sizes = {team.group: team.action_space for team in self.teams}, Counter[str]()
@@ -215,13 +198,9 @@ class Networks(NamedTuple):
 
 
 def _by_team(
-    teams: Sequence[Team],
-    acts: Iterable[Callable[..., Any]],
-    obs: Mapping[str, Any],
-    state: Mapping[Any, Tensor] | None,
-    masks: Mapping[str, Tensor | None],
-    alive: Mapping[str, Tensor],
-) -> tuple[dict[str, Any], dict[Any, Tensor] | None]:
+    teams: Sequence[Team], acts: Iterable[Callable[..., Any]], obs: Mapping[str, Any],
+    state: Mapping[Any, Tensor] | None, masks: Mapping[str, Tensor | None], alive: Mapping[str, Tensor],
+) -> tuple[dict[str, Any], dict[Any, Tensor] | None]:  # fmt: skip
     """What the teams' functions return for their agents, joined by group; and the memories, None without.
 
     Who is not alive, and begins again later, begins without memory.
