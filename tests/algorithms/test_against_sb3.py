@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import muster
 from muster.algorithms import PPO, PPOConfig
-from muster.algorithms.learner import Rollout
+from muster.algorithms.ppo import Rollout
 from muster.algorithms.ppo_config import Rates
 
 ROWS = 64

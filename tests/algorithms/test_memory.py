@@ -20,7 +20,7 @@ from torch.testing import assert_close
 import muster
 from muster.algorithms import MAPPO, PPO, ActorCritic, MAPPOConfig, PPOConfig
 from muster.algorithms.actor_critic import MEMORY, Sequences
-from muster.algorithms.learner import Rollout, in_sequences
+from muster.algorithms.ppo import Rollout
 from muster.algorithms.teams import AgentsPolicy
 
 GRU: dict[str, Any] = {"policy": "gru", "memory_size": 8, "hidden_sizes": (8,), "num_minibatches": 1}
@@ -112,7 +112,7 @@ def test_a_rollout_is_cut_into_equal_sequences_whose_copies_do_not_count():
     memory = number.view(N, T, 1).float()
     keeps = torch.ones(N, T, dtype=torch.bool)
     keeps[0, 3], keeps[0, 4] = False, False  # where a sequence begins, and within it
-    cut = in_sequences(rows, memory, keeps, most=3)
+    cut = rows.in_sequences(memory, keeps, most=3)
     assert cut.observations.view(6, 3).tolist() == [
         [0, 1, 2], [3, 4, 5], [6, 6, 6], [7, 8, 9], [10, 11, 12], [13, 13, 13]
     ]  # fmt: skip
