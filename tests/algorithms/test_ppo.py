@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +20,13 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from states import alike, not_finite
 from torch.testing import assert_close
 
 import muster
-from muster.algorithms import PPO, ActorCritic, PPOConfig
+from muster.algorithms import PPO, PPOConfig
 from muster.errors import ConfigError, TrainingDiverged, UsageError
+from muster.rollout import gae
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
 
@@ -89,29 +90,18 @@ def ppo_on(env: Any, **options: Any) -> Iterator[PPO]:
 @pytest.mark.slow
 class TestLearning:
     @pytest.mark.parametrize(
-        ("observation_space", "action_space"),
+        "given",
         [
-            (spaces.Discrete(2), spaces.Discrete(2)),
-            (spaces.MultiDiscrete([2, 3], start=[1, 4]), spaces.MultiDiscrete([2, 3], start=[1, 4])),
-            (spaces.Box(-1, 1, (1, 2), np.float64), spaces.Box(-1, 1, (1,), np.float32)),
+            [spaces.MultiDiscrete([2, 3], start=[1, 4])] * 2,
+            [spaces.Box(-1, 1, (1, 2), np.float64), spaces.Box(-1, 1, (1,), np.float32)],
         ],
-        ids=["Discrete", "MultiDiscrete", "Box"],
+        ids=["MultiDiscrete", "Box"],
     )
-    def test_it_learns_to_match_its_observation(self, observation_space: Any, action_space: Any):
-        make = functools.partial(Match, observation_space, action_space)
+    def test_it_learns_to_match_its_observation(self, given: list[gym.Space[Any]]):
+        make = functools.partial(Match, *given)
         with ppo_on(make, total_steps=3000, num_steps=64, update_epochs=4, learning_rate=0.005, gamma=0.0) as ppo:
             returns = [metrics.episodes.mean_return for metrics in ppo.train()]
         assert returns[-1] > returns[0] + 0.5
-
-    @pytest.mark.parametrize("reward", [1e-3, 1e5])
-    def test_values_of_normalized_rewards_are_learned_whatever_their_size(self, reward: float):
-        with ppo_on(
-            functools.partial(Clock, reward=reward, terminated_after=4),
-            total_steps=3000, update_epochs=4, normalize_rewards=True,
-        ) as ppo:  # fmt: skip
-            for metrics in ppo.train():
-                last = metrics
-        assert last.explained_variance > 0.9
 
     def test_cartpole_is_solved_with_the_defaults(self):
         def reached(seed: int) -> float:
@@ -141,18 +131,35 @@ class TestBootstrapping:
         # The last step of an episode leads to clock 5, which is seen in no row.
         assert_close(targets.tolist(), [1 + 0.5 * value_at(clock + 1) for clock in clocks])
 
-    def test_termination_does_not_bootstrap(self):
-        clocks, targets, _, value_at = self.rollout(terminated_after=3)
-        assert clocks == [0, 1, 2] * 4
-        assert_close(targets.tolist(), [1 + (0.5 * value_at(clock + 1) if clock < 2 else 0.0) for clock in clocks])
-
-    def test_terminated_and_truncated_at_once_does_not_bootstrap(self):
-        clocks, targets, _, _ = self.rollout(terminated_after=5)
-        assert [float(target) for clock, target in zip(clocks, targets, strict=True) if clock == 4] == [1.0, 1.0]
-
-    def test_values_are_those_of_the_observations_before_each_action(self):
-        clocks, _, values, value_at = self.rollout()
+    @pytest.mark.parametrize("ends_at", [3, 5])  # with the fifth step it is truncated, too
+    def test_termination_does_not_bootstrap(self, ends_at: int):
+        clocks, targets, values, value_at = self.rollout(terminated_after=ends_at)
+        expected = [1 + (0.5 * value_at(clock + 1) if clock < ends_at - 1 else 0.0) for clock in clocks]
+        assert_close(targets.tolist(), expected)
         assert_close(values.tolist(), [value_at(clock) for clock in clocks])
+
+    @pytest.mark.parametrize("autoreset_mode", ["same_step", "next_step"])
+    def test_advantages_are_those_of_gae(self, autoreset_mode: str):
+        """That of muster.rollout, which tests/rollout/test_returns.py holds against arithmetic by hand."""
+        with muster.make_vec(Clock, 3, backend="serial", autoreset_mode=autoreset_mode) as envs, torch.no_grad():
+            ppo = PPO(envs, PPOConfig(num_envs=3, num_steps=13, gamma=0.9, gae_lambda=0.8))
+            batch, collect = None, ppo._collect
+
+            def kept() -> Any:
+                nonlocal batch
+                batch = collect()
+                return batch
+
+            ppo._collect = kept
+            rollout = ppo.collect_rollout()
+            assert batch is not None
+            rewards, *ends = (batch["next", name].squeeze(-1) for name in ("reward", "terminated", "truncated"))
+            mask, clocks = batch["collector", "mask"], batch["observation"]
+            values, following = (ppo.policy(x.flatten(0, 1))[1].view(3, 13) for x in (clocks, clocks + 1))
+        given = (x.transpose(0, 1) for x in (rewards, values, following, *ends))
+        expected = gae(*given, gamma=0.9, gae_lambda=0.8, mask=mask.transpose(0, 1))
+        for ours, theirs in zip((rollout.advantages, rollout.targets), expected, strict=True):
+            assert_close(ours, theirs.transpose(0, 1)[mask])
 
 
 class TestSeeds:
@@ -267,22 +274,16 @@ class TestProgress:
         assert metrics.steps == 40
         assert metrics.episodes == (8, 5.0, 5.0, 5.0, 5.0)
 
-    @pytest.mark.parametrize("num_steps", [2, 3, 4])
-    def test_few_rows_that_are_left_are_learnt_from(self, num_steps: int):
+    @pytest.mark.parametrize(("num_envs", "num_steps"), [(1, 2), (2, 2), (2, 3), (2, 4)])
+    def test_few_rows_that_are_left_are_learnt_from(self, num_envs: int, num_steps: int):
         make = functools.partial(Clock, terminated_after=1)  # every other row only resets the env
-        with muster.make_vec(make, 2, backend="serial") as envs:
-            ppo = PPO(envs, PPOConfig(num_envs=2, num_steps=num_steps, num_minibatches=2))
+        with muster.make_vec(make, num_envs, backend="serial") as envs:
+            ppo = PPO(envs, PPOConfig(num_envs=num_envs, num_steps=num_steps, num_minibatches=num_envs))
             before = ppo.state_dict()["policy"]
             for _ in range(3):
                 assert not math.isnan(ppo.iterate().explained_variance)
             assert not not_finite(ppo.state_dict())
             assert not alike(ppo.state_dict()["policy"], before)
-
-    def test_one_row_alone_is_learnt_from(self):
-        with muster.make_vec(functools.partial(Clock, terminated_after=1), 1, backend="serial") as envs:
-            ppo = PPO(envs, PPOConfig(num_envs=1, num_steps=2, num_minibatches=1))
-            assert ppo.iterate().steps == 1
-            assert not not_finite(ppo.state_dict())
 
     def test_it_trains_where_gradients_are_switched_off(self):
         # So does an interrupt that falls into torch's own switching, for the rest of the process.
@@ -318,14 +319,6 @@ class TestGoingOn:
         assert [metrics.steps for metrics in rest] == [384, 512]
         assert_close([metrics.learning_rate for metrics in rest], [0.005, 0.0025])
         assert rest[-1].episodes.episodes >= first.episodes.ended
-
-    def test_two_that_go_on_from_one_state_do_the_same(self):
-        rows = []
-        for _ in range(2):
-            with ppo_on("CartPole-v1", **RESUMED) as ppo:
-                ppo.load_state_dict(self.saved_after(2)[0])
-                rows.append([metrics.as_row() for metrics in ppo.train()])
-        assert rows[0] == rows[1]
 
     def test_a_rollout_that_was_not_learnt_from_does_not_count(self):
         with ppo_on(Clock) as ppo, ppo_on(Clock) as other:
@@ -461,32 +454,6 @@ class TestRowsThatAreNotFinite:
                 ppo.iterate()
             assert alike(ppo.state_dict(), good)
 
-    def test_actions_that_are_not_finite_are_never_sent(self):
-        with ppo_on(functools.partial(Glitch, "nothing", 0)) as ppo:
-            with torch.no_grad():
-                ppo.policy.actor[-1].bias.fill_(math.nan)
-            with pytest.raises(TrainingDiverged, match="actions are not finite, and were not sent"):
-                ppo.iterate()
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two states hold the same, bit for bit."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
-
-
-def not_finite(state: Any) -> bool:
-    if isinstance(state, dict):
-        return any(map(not_finite, state.values()))
-    if isinstance(state, list):
-        return any(map(not_finite, state))
-    if isinstance(state, torch.Tensor):
-        return state.is_floating_point() and not bool(state.isfinite().all())
-    return isinstance(state, float) and not math.isfinite(state)
-
 
 class TestSchedule:
     def rates(self, ppo: PPO) -> list[float]:
@@ -594,8 +561,7 @@ class TestNormalization:
 
     @pytest.mark.slow
     def test_it_learns_from_observations_and_rewards_of_any_size(self):
-        space = spaces.Box(1e4, 1e4 + 2, (1,), np.float32)
-        make = functools.partial(FarMatch, space)
+        make = functools.partial(FarMatch, spaces.Box(1e4, 1e4 + 2, (1,), np.float32))
         with ppo_on(make, total_steps=3000, num_steps=64, learning_rate=0.005, gamma=0.0, **NORMALIZED) as ppo:
             returns = [metrics.episodes.mean_return for metrics in ppo.train()]
         assert returns[-1] > returns[0] + 50
@@ -619,29 +585,6 @@ class FarMatch(Match):
         wanted = int(self.obs[0] > self.observation_space.low[0] + 1)
         _, _, *rest = super().step(action)
         return self.obs, 100.0 * (action == wanted), *rest
-
-
-class TestUncopyablePolicies:
-    def test_the_policy_given_is_the_one_that_learns(self):
-        policy = Guarded(spaces.Box(0, 100, (1,), np.float32), spaces.Discrete(2), torch.Generator().manual_seed(0))
-        lock, before = policy.lock, policy.critic[0].weight.clone()
-        with muster.make_vec(Clock, 4, backend="serial", autoreset_mode="same_step") as envs:
-            ppo = PPO(envs, PPOConfig(**SMALL), policy)
-            ppo.iterate()
-            assert ppo.policy is policy
-        assert policy.lock is lock
-        assert not policy.critic[0].weight.equal(before)
-
-
-class Guarded(ActorCritic):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.lock = threading.Lock()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError("there is only one of me")
-
-    __reduce_ex__ = __deepcopy__
 
 
 class TestRefusals:
@@ -687,21 +630,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"num_envs": 0}, "num_envs must be a whole number of at least 1, got 0"),
             ({"num_envs": "8"}, "num_envs must be a whole number of at least 1, got '8'"),
-            ({"update_epochs": 2.5}, r"update_epochs must be a whole number of at least 1, got 2\.5"),
-            ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+            ({"total_steps": math.inf}, "total_steps must be a whole number of at least 1, got inf"),
             ({"gamma": 99}, "gamma must be a number from 0 to 1, got 99"),
-            ({"gamma": None}, "gamma must be a number from 0 to 1, got None"),
             ({"hidden_sizes": (64, 0)}, r"hidden_sizes must be a list, .* of at least 1, got \(64, 0\)"),
-            ({"hidden_sizes": 64}, "hidden_sizes must be a list, each entry a whole number of at least 1, got 64"),
             ({"activation": "sigmoid"}, "activation must be 'tanh', 'relu', 'elu' or 'gelu', got 'sigmoid'"),
             ({"learning_rate": math.nan}, "learning_rate must be a number above 0, got nan"),
             ({"clip_rewards": -1.0}, r"clip_rewards must be a number above 0 or None, got -1\.0"),
-            ({"vf_coef": math.inf}, "vf_coef must be a number of at least 0, got inf"),
-            ({"max_grad_norm": 0.0}, r"max_grad_norm must be a number above 0, got 0\.0"),
-            ({"log_std_init": math.inf}, "log_std_init must be a number from -20 to 20, got inf"),
-            ({"total_steps": math.inf}, "total_steps must be a whole number of at least 1, got inf"),
             ({"anneal_lr": 1}, "anneal_lr must be True or False, got 1"),
             ({"num_envs": 1, "num_steps": 7, "num_minibatches": 4}, "num_minibatches must be at most 3, .* got 4"),
         ],

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from states import alike
 from tensordict import TensorDict
 from torch.testing import assert_close
 
@@ -70,13 +71,6 @@ class Drift(gym.Env[Any, Any]):
 
     def observe(self) -> Any:
         return (self.np_random.normal(3, 1, 3) * (1, 10, 1000)).astype(np.float32)
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two states hold the same, bit for bit."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def test_each_row_is_acted_by_the_weights_and_statistics_of_the_learner(monkeypatch: pytest.MonkeyPatch):
