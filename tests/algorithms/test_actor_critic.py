@@ -29,42 +29,50 @@ def batch_of(space: gym.Space[Any], size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "space",
+    ("space", "kind"),
     [
-        spaces.Box(-1, 1, (), np.float32),
-        spaces.Box(-np.inf, np.inf, (3, 2), np.float64),
-        spaces.Box(0, 255, (128,), np.uint8),
-        spaces.Box(0, 9, (2,), np.int64),
-        spaces.Box(0, 255, (48, 40, 3), np.uint8),
-        spaces.Box(0, 255, (7, 7, 3), np.uint8),
-        spaces.Box(0, 255, (3, 7, 7), np.uint8),
-        spaces.Box(0, 255, (9, 11), np.uint8),
-        spaces.Box(0, 7, (9, 11), np.uint8),
-        spaces.Box(0, 1, (48, 40, 4), np.uint8),
-        spaces.Box(0, 255, (4, 40, 60, 3), np.uint8),
-        spaces.Box(0, 255, (4, 3, 40, 60), np.uint8),
-        spaces.Box(0, 255, (36, 5, 37), np.uint8),
-        spaces.Box(0, 255, (2, 2, 2, 2), np.uint8),
-        spaces.Discrete(4, start=-2),
-        spaces.MultiDiscrete([[2, 3], [4, 5]]),
-        spaces.MultiBinary((2, 2)),
+        (spaces.Box(0, 255, (96, 96, 3), np.uint8), "images"),
+        (spaces.Box(0, 255, (96, 96), np.uint8), "images"),
+        (spaces.Box(0, 255, (4, 96, 96, 3), np.uint8), "images"),
+        (spaces.Box(0, 31, (96, 96), np.uint8), "codes"),
+        (spaces.Box(0, 255, (36, 5, 37), np.uint8), "grid"),
+        (spaces.Box(0, 255, (2, 7, 7, 3), np.uint8), "bytes"),
+        (spaces.Box(0, 255, (7, 7, 3), np.uint8), "grid"),
+        (spaces.Box(0, 255, (7, 7), np.uint8), "grid"),
+        (spaces.Box(0, 255, (7, 40, 3), np.uint8), "grid"),
+        (spaces.Box(0, 255, (8, 8, 3), np.uint8), "grid"),  # MiniGrid's maps
+        (spaces.Box(0, 255, (16, 8, 3), np.uint8), "grid"),
+        (spaces.Box(0, 255, (25, 25, 3), np.uint8), "grid"),
+        (spaces.Box(0, 255, (25, 25, 20), np.uint8), "grid"),  # planes, as OneHotPartialObsWrapper has them
+        (spaces.Box(0, 255, (9, 9, 20), np.uint8), "grid"),
+        (spaces.Box(0, 255, (8, 8, 8), np.uint8), "grid"),
+        (spaces.Box(0, 99, (21, 79), np.uint8), "grid"),
+        (spaces.Box(0, 15, (21, 79), np.uint8), "codes"),  # NetHack's colours
+        (spaces.Box(0, 1, (10, 10, 4), np.bool_), "numbers"),  # MinAtar
+        (spaces.Box(0, 1, (8, 8, 111), np.bool_), "numbers"),  # chess
+        (spaces.Box(0, 10, (7, 7, 3), np.uint8), "codes"),
+        (spaces.Box(0, 1, (20,), np.int8), "codes"),
+        (spaces.Box(0, 255, (128,), np.uint8), "bytes"),
+        (spaces.Box(0, 1000, (3,), np.int64), "numbers"),
+        (spaces.Box(-1, 1, (3,), np.int64), "numbers"),
+        (spaces.Box(0, 1, (3,), np.float32), "numbers"),
+        (spaces.Box(-1, 1, (), np.float32), "numbers"),
+        (spaces.Box(-np.inf, np.inf, (3, 2), np.float64), "numbers"),
+        (spaces.Box(0, 255, (4, 3, 40, 60), np.uint8), "images"),
+        (spaces.Box(0, 255, (2, 2, 2, 2), np.uint8), "bytes"),
+        (spaces.Discrete(4, start=-2), "choices"),
+        (spaces.MultiDiscrete([[2, 3], [4, 5]]), "choices"),
+        (spaces.MultiBinary((2, 2)), "choices"),
     ],
     ids=str,
 )
-def test_every_observation_gets_action_parameters_and_a_value(space: gym.Space[Any]):
+def test_each_space_has_its_kind_of_first_layer_and_gets_parameters_and_a_value(space: gym.Space[Any], kind: str):
+    assert kind_of(space) == kind
     policy = ActorCritic(space, spaces.Discrete(3), generator())
     obs = batch_of(space, 5)
     params, values = policy(obs)
-    assert params.shape == (5, 3)
-    assert values.shape == (5,)
+    assert (params.shape, values.shape) == ((5, 3), (5,))
     assert policy.head.sample(policy.decide(obs)[0], generator()).shape == (5, 1)
-
-
-def test_images_mean_the_same_with_channels_first_or_last():
-    first = ActorCritic(spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(3), generator())
-    last = ActorCritic(spaces.Box(0, 255, (84, 84, 4), np.uint8), spaces.Discrete(3), generator())
-    obs = batch_of(spaces.Box(0, 255, (4, 84, 84), np.uint8), 2)
-    assert_close(first(obs), last(obs.permute(0, 2, 3, 1)))
 
 
 def test_grey_and_stacked_images_are_seen_as_those_with_channels():
@@ -104,8 +112,8 @@ def test_small_images_are_seen_by_a_cnn_down_to_the_last_pixel(shape: tuple[int,
     assert obs.grad.all()  # each pixel of each channel counts
 
 
-@pytest.mark.parametrize("side", [8, 11, 26, 35])
-def test_small_images_mean_the_same_with_channels_first_or_last(side: int):
+@pytest.mark.parametrize("side", [8, 11, 26, 35, 84])
+def test_images_mean_the_same_with_channels_first_or_last(side: int):
     first, last = (spaces.Box(0, 255, shape, np.uint8) for shape in ((4, side, side + 1), (side, side + 1, 4)))
     obs = batch_of(first, 2)
     assert_close(Encoder(first, generator())(obs), Encoder(last, generator())(obs.permute(0, 2, 3, 1)))
@@ -141,12 +149,9 @@ def test_the_first_kernel_sees_one_sprite_at_a_time():
     changed = (first(drawn.permute(0, 3, 1, 2) / 255) - first(blank.permute(0, 3, 1, 2) / 255)).abs().sum(1)
     assert changed.nonzero().tolist() == [[0, 1, 10]]
     assert encoder(drawn).shape == (1, 512)
-
-
-@pytest.mark.parametrize("shape", [(36, 36, 3), (168, 240, 3), (12, 12, 4)], ids=str)
-def test_few_and_many_sprites_are_seen(shape: tuple[int, ...]):
-    space = spaces.Box(0, 255, shape, np.uint8)
-    assert Encoder(space, generator(), sprite=12)(batch_of(space, 2)).shape == (2, 512)
+    for shape in ((36, 36, 3), (168, 240, 3), (12, 12, 4)):  # few and many
+        space = spaces.Box(0, 255, shape, np.uint8)
+        assert Encoder(space, generator(), sprite=12)(batch_of(space, 2)).shape == (2, 512)
 
 
 def test_images_of_no_whole_sprites_are_refused():
@@ -158,42 +163,6 @@ def test_rows_of_bytes_are_divided_by_255_unless_they_were_normalised():
     encoder = Encoder(spaces.Box(0, 255, (2,), np.uint8), generator())
     assert_close(encoder(torch.tensor([[51, 255]], dtype=torch.uint8)), torch.tensor([[0.2, 1.0]]))
     assert_close(encoder(torch.tensor([[-1.5, 2.0]])), torch.tensor([[-1.5, 2.0]]))
-
-
-@pytest.mark.parametrize(
-    ("space", "kind"),
-    [
-        (spaces.Box(0, 255, (96, 96, 3), np.uint8), "images"),
-        (spaces.Box(0, 255, (96, 96), np.uint8), "images"),
-        (spaces.Box(0, 255, (4, 96, 96, 3), np.uint8), "images"),
-        (spaces.Box(0, 31, (96, 96), np.uint8), "codes"),
-        (spaces.Box(0, 255, (36, 5, 37), np.uint8), "grid"),
-        (spaces.Box(0, 255, (2, 7, 7, 3), np.uint8), "bytes"),
-        (spaces.Box(0, 255, (7, 7, 3), np.uint8), "grid"),
-        (spaces.Box(0, 255, (7, 7), np.uint8), "grid"),
-        (spaces.Box(0, 255, (7, 40, 3), np.uint8), "grid"),
-        (spaces.Box(0, 255, (8, 8, 3), np.uint8), "grid"),  # MiniGrid's maps
-        (spaces.Box(0, 255, (16, 8, 3), np.uint8), "grid"),
-        (spaces.Box(0, 255, (25, 25, 3), np.uint8), "grid"),
-        (spaces.Box(0, 255, (25, 25, 20), np.uint8), "grid"),  # planes, as OneHotPartialObsWrapper has them
-        (spaces.Box(0, 255, (9, 9, 20), np.uint8), "grid"),
-        (spaces.Box(0, 255, (8, 8, 8), np.uint8), "grid"),
-        (spaces.Box(0, 99, (21, 79), np.uint8), "grid"),
-        (spaces.Box(0, 15, (21, 79), np.uint8), "codes"),  # NetHack's colours
-        (spaces.Box(0, 1, (10, 10, 4), np.bool_), "numbers"),  # MinAtar
-        (spaces.Box(0, 1, (8, 8, 111), np.bool_), "numbers"),  # chess
-        (spaces.Box(0, 10, (7, 7, 3), np.uint8), "codes"),
-        (spaces.Box(0, 1, (20,), np.int8), "codes"),
-        (spaces.Box(0, 255, (128,), np.uint8), "bytes"),
-        (spaces.Box(0, 1000, (3,), np.int64), "numbers"),
-        (spaces.Box(-1, 1, (3,), np.int64), "numbers"),
-        (spaces.Box(0, 1, (3,), np.float32), "numbers"),
-        (spaces.Discrete(3), "choices"),
-    ],
-    ids=str,
-)
-def test_each_space_has_its_kind_of_first_layer(space: gym.Space[Any], kind: str):
-    assert kind_of(space) == kind
 
 
 @pytest.mark.parametrize("shape", [(7, 7, 3), (3, 7, 7), (7, 7)], ids=str)
@@ -228,22 +197,10 @@ def test_weights_come_from_the_given_generator_alone():
     assert not torch.equal(one.actor[0].weight, other.actor[0].weight)
 
 
-def test_it_starts_out_without_a_preference():
-    policy = ActorCritic(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), generator())
-    params, _ = policy(torch.rand(10, 4, generator=generator()))
-    assert params.softmax(-1).sub(0.5).abs().max() < 0.02
-
-
 def test_the_last_layers_start_as_the_references_have_them():
     policy = ActorCritic(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), generator())
     assert_close(policy.critic[-1].weight.norm().item(), 1.0)
     assert_close(torch.linalg.svdvals(policy.actor[-1].weight), torch.full((2,), 0.01))
-
-
-def test_values_are_in_the_units_of_returns_however_large():
-    policy = ActorCritic(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), generator())
-    # Nothing but weights stands between critic and value: the buffer is the first of the actions' numbers.
-    assert [name for name, _ in policy.named_buffers()] == ["head.choices.starts"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -19,7 +18,6 @@ from torch.testing import assert_close
 
 import muster
 from muster.algorithms import MAPPO, PPO, MAPPOConfig, PPOConfig
-from muster.algorithms.actor_critic import Categoricals, masked
 from muster.errors import ConfigError, TrainingDiverged, UsageError
 
 CONNECT_FOUR = "pettingzoo/classic/connect_four_v3"
@@ -136,13 +134,6 @@ class TestMasks:
                 assert abs(figures[3]) < 1e-6  # the same probabilities as while collecting
         assert mappo.episodes.ended
         assert set(mappo.episodes.returns) == {0.0}  # of both players: an illegal move costs one of them 1
-
-    def test_log_probabilities_and_entropy_are_those_of_the_allowed_choices(self):
-        head = Categoricals(spaces.Discrete(4))
-        params = masked(torch.tensor([[0.0, math.log(3.0), 5.0, 9.0]]), torch.tensor([[True, True, False, False]]))
-        log_prob, entropy = head.log_prob_and_entropy(params, torch.tensor([[1]]))
-        assert_close(log_prob.item(), math.log(0.75))
-        assert_close(entropy.item(), -0.25 * math.log(0.25) - 0.75 * math.log(0.75))
 
 
 class TestCritics:
@@ -265,20 +256,6 @@ def test_same_seed_same_run_whatever_steps_the_envs():
             states.append(mappo.state_dict())
     for other in states[1:]:
         assert_close(other["teams"], states[0]["teams"], rtol=0, atol=0)
-
-
-def test_a_run_by_collectors_goes_on_from_its_state():
-    config = MAPPOConfig(num_envs=4, num_steps=16, total_steps=256, normalize_rewards=True)
-    ways: list[Any] = []
-    with MAPPO(TAG, config, collectors={"num_collectors": 2}) as mappo:
-        mappo.iterate()
-        state = mappo.state_dict()
-        for _ in range(2):
-            mappo.load_state_dict(state)
-            mappo.iterate()
-            ways.append(mappo.state_dict())
-    assert_close(ways[0]["teams"], ways[1]["teams"], rtol=0, atol=0)
-    assert ways[0]["steps"] == 128
 
 
 def test_what_is_not_finite_ends_the_run_with_env_agent_and_step():

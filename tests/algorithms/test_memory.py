@@ -213,35 +213,6 @@ def test_the_value_after_an_absence_is_of_no_memory():
     assert_close(rollout.targets[:, 1][rollout.counts[:, 1]][1], expected)
 
 
-# ---- runs
-
-
-def test_same_seed_same_run_whatever_steps_the_envs():
-    states = []
-    config = PPOConfig(**{**GRU, "num_envs": 4, "num_steps": 12, "sequence_length": 5, "total_steps": 96, "seed": 3})
-    for options in ({"backend": "serial"}, {"num_workers": 2, "context": "fork"}):
-        with muster.make_vec("CartPole-v1", 4, autoreset_mode="same_step", **options) as envs:
-            ppo = PPO(envs, config)
-            list(ppo.train())
-            states.append(ppo.state_dict())
-    assert_close(states[0]["policy"], states[1]["policy"], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("env", ["CartPole-v1", SPREAD])
-def test_a_run_by_collectors_goes_on_from_its_state_and_is_the_same_again(env: str):
-    kind, options = (PPO, PPOConfig) if env == "CartPole-v1" else (MAPPO, MAPPOConfig)
-    config = options(**{**GRU, "num_envs": 2, "num_steps": 12, "normalize_observations": True})
-    ways: list[Any] = []
-    with kind(env, config, collectors={"num_collectors": 2, "context": "fork"}) as trained:
-        trained.iterate()
-        state = trained.state_dict()
-        for _ in range(2):
-            trained.load_state_dict(state)
-            trained.iterate()
-            ways.append({name: trained.state_dict()[name] for name in ("policy", "teams") if name in state})
-    assert_close(ways[0], ways[1], rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(("policy", "recalls"), [("gru", True), ("feedforward", False)])
 def test_a_cue_is_recalled_by_memory_alone(policy: str, recalls: bool):
     sizes = {"memory_size": 16, "num_envs": 16, "num_steps": 10, "update_epochs": 8, "total_steps": 4_000}

@@ -48,19 +48,6 @@ def test_observations_before_any_was_seen_are_as_they_are():
     )
 
 
-def test_statistics_of_a_box_load_as_older_checkpoints_have_them():
-    normalizer = ObservationNormalizer(spaces.Box(-1, 1, (2,)))
-    state = {
-        "mean": torch.tensor([1.0, 2.0], dtype=torch.float64),
-        "var": torch.tensor([4.0, 16.0], dtype=torch.float64),
-        "count": 3,
-    }
-    normalizer.load(state)
-    assert_close(normalizer(torch.tensor([[3.0, 2.0]])), torch.tensor([[1.0, 0.0]]))
-    assert normalizer.to_dict().keys() == state.keys()
-    assert normalizer.to_dict()["count"] == 3
-
-
 PARTS = spaces.Dict(
     {
         "at": spaces.Box(-1, 1, (1,), np.float64),

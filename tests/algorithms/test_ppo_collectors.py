@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 
 from local_nodes import LocalNodes
-from muster.algorithms import PPO, ActorCritic, PPOConfig
+from muster.algorithms import MAPPO, PPO, ActorCritic, MAPPOConfig, PPOConfig
 from muster.algorithms.actor_critic import CHOSEN, Gaussian, as_seen
 from muster.errors import ConfigError, TrainingDiverged, WorkerDied
 
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 
 SMALL: dict[str, Any] = {"num_envs": 4, "num_steps": 32, "learning_rate": 0.01, "update_epochs": 2}
 FORKED = {"num_collectors": 2, "context": "fork"}
+GRU: dict[str, Any] = {"policy": "gru", "memory_size": 8, "hidden_sizes": (8,)}
 
 
 def ppo_on(env: Any, collectors: dict[str, Any] = FORKED, policy: ActorCritic | None = None, **options: Any) -> PPO:
@@ -95,16 +96,29 @@ def test_each_row_is_acted_by_the_weights_and_statistics_of_the_learner(monkeypa
         assert len(set(means)) == 3  # the learner has moved meanwhile
 
 
-def test_two_that_go_on_from_one_state_do_the_same():
-    with ppo_on("CartPole-v1", normalize_observations=True) as ppo:
-        ppo.iterate()
-        state, after = ppo.state_dict(), []
+@pytest.mark.parametrize(
+    ("env", "options"),
+    [
+        ("CartPole-v1", {"normalize_observations": True}),
+        ("CartPole-v1", GRU),
+        ("pettingzoo/mpe/simple_spread_v3", {**GRU, "normalize_observations": True}),
+        ("pettingzoo/mpe/simple_tag_v3", {"normalize_rewards": True}),
+    ],
+    ids=["one agent", "memory", "agents with memory", "groups"],
+)
+def test_two_that_go_on_from_one_state_do_the_same(env: str, options: dict[str, Any]):
+    algorithm: Any
+    algorithm, config = (PPO, PPOConfig) if env == "CartPole-v1" else (MAPPO, MAPPOConfig)
+    with algorithm(env, config(**SMALL | options), collectors=FORKED) as trained:
+        trained.iterate()
+        state, after = trained.state_dict(), []
         for _ in range(2):
-            ppo.load_state_dict(state)
-            ppo.iterate()
-            after.append(ppo.state_dict())
+            trained.load_state_dict(state)
+            trained.iterate()
+            after.append(trained.state_dict())
         assert alike(*after)
-        assert not alike(after[0]["policy"], state["policy"])
+        learnt = "policy" if "policy" in state else "teams"
+        assert not alike(after[0][learnt], state[learnt])
         assert "policy" not in state["collector"]  # once is enough
 
 
