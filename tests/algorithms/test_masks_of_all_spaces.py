@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch.testing import assert_close
 
 import muster
+from command import muster as command
 from muster.algorithms import MAPPO, PPO, MAPPOConfig, PPOConfig
 from muster.errors import SpecMismatch
 from muster.rollout.collector import Collector
@@ -60,8 +63,10 @@ class Rules:
 
 
 class Alone(gym.Env[Any, Any]):
-    def __init__(self, space: str, kind: str, where: str) -> None:
-        self.rules, self.where, self.steps = Rules(space, kind), where, 0
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012  # as all envs have it
+
+    def __init__(self, space: str, kind: str, where: str, render_mode: str | None = None) -> None:
+        self.rules, self.where, self.steps, self.render_mode = Rules(space, kind), where, 0, render_mode
         self.action_space, self.observation_space = self.rules.space, BOX
         if where == "obs":
             self.observation_space = spaces.Dict(observation=BOX, action_mask=spaces.Box(0, 1, (self.rules.length,)))
@@ -81,6 +86,9 @@ class Alone(gym.Env[Any, Any]):
         if self.where == "obs":
             return {"observation": obs, "action_mask": np.asarray(mask, np.float32)}, {}
         return obs, {"action_mask": mask} if masked else {}
+
+    def render(self) -> Any:
+        return np.zeros((32, 32, 3), np.uint8)
 
 
 class Several:
@@ -240,3 +248,51 @@ def test_masks_of_another_number_of_envs_are_refused() -> None:
     envs = Fewer([functools.partial(Alone, "Discrete", "right", "infos")] * 2, autoreset_mode="SameStep")
     with pytest.raises(SpecMismatch, match=r"shape \(1, 4\), expected \(2, 4\)"):
         PPO(envs, PPOConfig(num_envs=2, num_steps=8, total_steps=16, num_minibatches=1)).iterate()
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+@pytest.mark.parametrize("policy", ["feedforward", "gru"])
+@pytest.mark.parametrize("where", ["infos", "obs"])
+def test_log_probabilities_are_those_of_the_allowed_choices(where: str, policy: str, mode: str) -> None:
+    sizes: dict[str, Any] = {"num_envs": 2, "num_steps": 32, "num_minibatches": 1, "update_epochs": 2}
+    make = functools.partial(Alone, "Discrete", "right", where)
+    with muster.make_vec(make, 2, backend="serial", autoreset_mode=mode) as envs:
+        ppo = PPO(envs, PPOConfig(**sizes, learning_rate=0.05, policy=policy, memory_size=8))
+        ppo.iterate()
+        rollout = ppo.collect_rollout()
+        with torch.no_grad():
+            logits = ppo.policy(rollout.observations, None, *([rollout.memory] if policy == "gru" else []))[0]
+        figures = ppo.learner.loss(rollout, 0.2)[1]
+    kept = torch.ones(len(logits), dtype=torch.bool) if rollout.counts is None else rollout.counts
+    odds = logits.exp() * rollout.masks
+    assert_close(rollout.log_probs[kept], (odds.gather(-1, rollout.actions).squeeze(-1) / odds.sum(-1)).log()[kept])
+    assert not rollout.masks[kept].all()
+    assert abs(figures[3]) < 1e-6
+
+
+@pytest.mark.parametrize("where", ["infos", "obs"])
+def test_a_run_obeys_masks_in_evaluation_film_and_as_a_policy(where: str, tmp_path: Path) -> None:
+    run, given = tmp_path / "run", f'--kwargs={{"space": "MultiDiscrete", "kind": "right", "where": "{where}"}}'
+    sizes = ("--num-envs=2", "--num-steps=32", "--num-minibatches=1", "--update-epochs=2", "--total-steps=128")
+    evaluated = ("--backend=serial", "--eval-every=64", "--eval-episodes=3", "--run-dir", str(run))
+    result = command("train", f"{__file__}:Alone", given, *evaluated, *sizes)
+    assert result.exit_code == 0, result.output
+    result = command("eval", str(run), "--trust", "--episodes=6", "--video", str(tmp_path / "out.mp4"))
+    assert result.exit_code == 0, result.output
+    assert "Filmed an episode of 5 steps" in result.output
+    policy = muster.load_policy(run, trust=True)
+    env = Alone("MultiDiscrete", "right", where)
+    obs, info = env.reset(seed=0)
+    for _ in range(40):
+        obs, *_, info = env.step(policy(obs, masks=info.get("action_mask")))
+    with policy.make_vec(3, backend="serial") as envs:
+        obs, infos = envs.reset(seed=0)
+        for _ in range(20):
+            obs, *_, infos = envs.step(policy(obs, masks=np.stack(infos["action_mask"]) if where == "infos" else None))
+    seen = np.random.default_rng(0).uniform(-1, 1, (50, 2)).astype(np.float32)
+    masks = [np.full((50, 7), allowed, np.float32) for allowed in (0, 1)]
+    if where == "infos":
+        none, every = (policy(seen, masks=mask) for mask in masks)
+    else:
+        none, every = (policy({"observation": seen, "action_mask": mask}) for mask in masks)
+    np.testing.assert_array_equal(none, every)  # a mask that allows nothing allows all

@@ -103,12 +103,9 @@ def test_numbers_are_normalised_and_nothing_else():
 
 
 def test_values_of_more_ends_than_a_minibatch_has_rows():
-    """Episodes of one step: as many final observations as rows."""
+    """Eight final observations, where a minibatch has four rows."""
     with ppo_on("Dict", num_minibatches=8) as ppo:
         assert ppo.iterate().steps == 32
-    config = MAPPOConfig(**SIZES | {"num_minibatches": 8})
-    with muster.make_vec(Short, 2, backend="serial", autoreset_mode="same_step") as envs:
-        assert MAPPO(envs, config).iterate().steps == 32
 
 
 class Sharing(Comings):
@@ -132,15 +129,6 @@ class Sharing(Comings):
     def step(self, actions: dict[str, Any]) -> Any:
         assert "action_mask" not in self.space.spaces or not any(actions.values())
         return super().step(actions)
-
-
-class Short(Sharing):
-    """Its episodes have one step."""
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        obs, rewards, *_, infos = super().step(actions)
-        self.agents = []
-        return obs, rewards, dict.fromkeys(obs, False), dict.fromkeys(obs, True), infos
 
 
 @pytest.mark.filterwarnings("ignore:.*left env.agents")

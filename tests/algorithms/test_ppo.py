@@ -31,27 +31,28 @@ from muster.rollout import gae
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
-class Match(gym.Env[Any, Any]):
-    """Three steps an episode; the reward is 1 less the distance between action and observation."""
+class Sides(gym.Env[Any, Any]):
+    """Three steps an episode, far from 0, with big rewards. The action that is wanted is the side of the middle."""
 
-    def __init__(self, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
-        self.observation_space = observation_space
+    observation_space = spaces.Box(1e4, 1e4 + 2, (1, 1), np.float64)
+
+    def __init__(self, action_space: gym.Space[Any]) -> None:
         self.action_space = action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
         self.steps = 0
-        self.obs = self.observation_space.sample()
-        return self.obs, {}
+        return self._obs(), {}
 
     def step(self, action: Any) -> Step:
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
-        distance = np.abs(np.asarray(action, float).reshape(-1)[0] - np.asarray(self.obs, float).reshape(-1)[0])
+        is_right = (np.asarray(action).reshape(-1)[0] > 0) == (self.obs[0, 0] > 1e4 + 1)
         self.steps += 1
-        self.obs = self.observation_space.sample()
-        return self.obs, float(1 - distance), self.steps == 3, False, {}
+        return self._obs(), 100.0 * is_right, self.steps == 3, False, {}
+
+    def _obs(self) -> Any:
+        self.obs = self.np_random.uniform(1e4, 1e4 + 2, (1, 1))
+        return self.obs
 
 
 class Clock(gym.Env[Any, Any]):
@@ -90,18 +91,15 @@ def ppo_on(env: Any, **options: Any) -> Iterator[PPO]:
 @pytest.mark.slow
 class TestLearning:
     @pytest.mark.parametrize(
-        "given",
-        [
-            [spaces.MultiDiscrete([2, 3], start=[1, 4])] * 2,
-            [spaces.Box(-1, 1, (1, 2), np.float64), spaces.Box(-1, 1, (1,), np.float32)],
-        ],
-        ids=["MultiDiscrete", "Box"],
+        "action_space",
+        [spaces.Discrete(2), spaces.MultiDiscrete([2, 3]), spaces.Box(-1, 1, (1,), np.float32)],
+        ids=["Discrete", "MultiDiscrete", "Box"],
     )
-    def test_it_learns_to_match_its_observation(self, given: list[gym.Space[Any]]):
-        make = functools.partial(Match, *given)
-        with ppo_on(make, total_steps=3000, num_steps=64, update_epochs=4, learning_rate=0.005, gamma=0.0) as ppo:
+    def test_it_learns_from_observations_and_rewards_of_any_size(self, action_space: gym.Space[Any]):
+        make = functools.partial(Sides, action_space)
+        with ppo_on(make, total_steps=3000, num_steps=64, learning_rate=0.005, gamma=0.0, **NORMALIZED) as ppo:
             returns = [metrics.episodes.mean_return for metrics in ppo.train()]
-        assert returns[-1] > returns[0] + 0.5
+        assert returns[-1] > returns[0] + 50
 
     def test_cartpole_is_solved_with_the_defaults(self):
         def reached(seed: int) -> float:
@@ -549,13 +547,6 @@ class TestNormalization:
             assert_close(had, statistics(torch.tensor(clocks).unsqueeze(1)))
         assert_close(rollout.observations, seen[0])
 
-    @pytest.mark.slow
-    def test_it_learns_from_observations_and_rewards_of_any_size(self):
-        make = functools.partial(FarMatch, spaces.Box(1e4, 1e4 + 2, (1,), np.float32))
-        with ppo_on(make, total_steps=3000, num_steps=64, learning_rate=0.005, gamma=0.0, **NORMALIZED) as ppo:
-            returns = [metrics.episodes.mean_return for metrics in ppo.train()]
-        assert returns[-1] > returns[0] + 50
-
     def test_returns_are_told_as_they_are_and_statistics_stand_still_while_acting(self):
         with ppo_on(Clock, normalize_observations=True, normalize_rewards=True) as ppo:
             assert ppo.iterate().episodes.mean_return == 5.0
@@ -563,18 +554,6 @@ class TestNormalization:
             assert count == 128
             ppo.act(torch.zeros(3, 1))
             assert ppo.observations.moments.count == count
-
-
-class FarMatch(Match):
-    """Observations are far from 0, rewards big; the action wanted is -1 or 1, by the side of the middle."""
-
-    def __init__(self, space: spaces.Box) -> None:
-        super().__init__(space, spaces.Discrete(2))
-
-    def step(self, action: Any) -> Step:
-        wanted = int(self.obs[0] > self.observation_space.low[0] + 1)
-        _, _, *rest = super().step(action)
-        return self.obs, 100.0 * (action == wanted), *rest
 
 
 class TestRefusals:
@@ -600,10 +579,8 @@ class TestRefusals:
         ):
             PPO(envs, PPOConfig(**SMALL))
 
-    @pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.Box(0, 255, (48, 48, 3), np.uint8)], ids=str)
-    def test_observations_that_are_no_numbers_are_not_normalized(self, space: gym.Space[Any]):
-        make = functools.partial(Match, space, spaces.Discrete(2))
-        with pytest.raises(ConfigError, match="normalize_observations"), ppo_on(make, normalize_observations=True):
+    def test_observations_that_are_no_numbers_are_not_normalized(self):
+        with pytest.raises(ConfigError, match="normalize_observations"), ppo_on("Taxi-v4", normalize_observations=True):
             pass
 
     def test_another_number_of_envs_is_refused(self):
