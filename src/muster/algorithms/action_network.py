@@ -1,4 +1,4 @@
-"""What has learnt as one module for other programs: observations in, actions out, nothing of Muster around it."""
+"""Networks that have learnt, as modules for other programs: observations in, actions out, without Muster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ActionNetwork(nn.Module):
 
     memory_size: H, the numbers of the memory; 0 for none.
 
-    Raises UsageError for a network whose head gives actions by code of its own, which nothing exports.
+    Raises UsageError for a network with a head that gives actions by code of its own, which nothing exports.
     """
 
     def __init__(self, networks: Sequence[Network], places: Sequence[slice] = ()) -> None:

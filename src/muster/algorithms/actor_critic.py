@@ -36,7 +36,7 @@ class Sequences(NamedTuple):
 
 
 def goes_on(batch: Any, trajectories: Tensor | None = None) -> Tensor:
-    """Whether each row of a batch, [N, T], is of the same trajectory as the one before.
+    """Says for each row of a batch, [N, T], if it is of the same trajectory as the one before.
 
     trajectories: [N], those of the rows before the first; None: these go on.
     """
@@ -47,7 +47,7 @@ def goes_on(batch: Any, trajectories: Tensor | None = None) -> Tensor:
 
 
 def followers(rows: Tensor, last: Tensor, finals: Tensor, final_at: Tensor) -> Tensor:
-    """What follows each of ``rows`` [N, T, ...]: the next row, ``last`` [N, ...] after the last one, and ``finals``
+    """The followers of ``rows`` [N, T, ...]: the next row each, ``last`` [N, ...] after the last one, and ``finals``
     [K, ...] after those that ended an episode."""
     following = torch.cat([rows[:, 1:], last.unsqueeze(1)], 1)
     if len(finals):
@@ -144,7 +144,7 @@ class ActorCritic(nn.Module):
         return self.head.mode(self.decide(obs)[0])
 
     def _recall(self, features: Tensor, memory: Tensor | Sequences | None) -> tuple[Tensor, Tensor | None]:
-        """What actor and critic see, which is the memory after the steps where there is one; and that memory."""
+        """The input of actor and critic, which is the memory after the steps where there is one; and that memory."""
         if memory is None:
             return features, None
         if isinstance(memory, Tensor):
@@ -159,7 +159,7 @@ class ActorCritic(nn.Module):
 
 
 def head_of(action_space: gym.Space[Any], log_std_init: float = 0.0) -> Categoricals | Gaussian:
-    """The action distribution of a space, whose parameters are ``num_params`` numbers for each action: a `Head`.
+    """The action distribution of a space, with ``num_params`` numbers as the parameters of each action: a `Head`.
 
     action_space: a Box, for a Gaussian, or Discrete, MultiDiscrete or MultiBinary.
     log_std_init: of a Gaussian, as for `ActorCritic`.
@@ -177,7 +177,7 @@ def head_of(action_space: gym.Space[Any], log_std_init: float = 0.0) -> Categori
 
 
 def masked(logits: Tensor, masks: Tensor | None) -> Tensor:
-    """Logits by which no choice is drawn that masks do not allow.
+    """Logits that give no choice a probability that masks do not allow.
 
     logits: float [..., n].
     masks: bool [..., n], the choices that are allowed; None allows all.
@@ -282,7 +282,7 @@ class Gaussian(nn.Module):
 
 
 class Explorer(nn.Module):
-    """What acts while PPO collects: a policy, and the statistics by which it sees observations.
+    """The actor while PPO collects: a policy, and statistics of observations.
 
     It may be copied to other processes; steps, which a message names, follow there as weights and statistics do.
 
@@ -300,7 +300,7 @@ class Explorer(nn.Module):
         self, obs: Tensor, state: Mapping[Any, Tensor] | None = None, *,
         masks: Tensor | None = None, rng: torch.Generator | None = None,
     ) -> Any:  # fmt: skip
-        """What `explore` gives; its outputs alone without memory."""
+        """As `explore`; its outputs alone without memory."""
         outputs, after = self.explore(obs, state, masks=masks, rng=rng)
         return outputs if after is None else (outputs, after)
 
@@ -310,7 +310,7 @@ class Explorer(nn.Module):
     ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:  # fmt: skip
         """Drawn actions [B, K] for observations [B, *obs_shape], CHOSEN, and as the env wants them, "action".
 
-        state: the memory before the step; that after it is returned besides, None without.  masks: allowed choices, as
+        state: the memory before the step; that after it is returned, too, None without.  masks: allowed choices, as
         for `ActorCritic`.  rng: None for torch's global generator. Raises TrainingDiverged for
         actions that are not finite.
         """
@@ -327,14 +327,14 @@ class Explorer(nn.Module):
 
 
 class Network(NamedTuple):
-    """A policy, and the statistics by which it sees observations, which stay as they are while it acts."""
+    """A policy, and statistics of observations, which stay as they are while it acts."""
 
     policy: Any
     statistics: ObservationNormalizer | None
 
     @property
     def initial_state(self) -> dict[Any, Tensor] | None:
-        """What the memory of one env begins with, as `Collector` takes it; None without memory."""
+        """The first memory of one env, as `Collector` takes it; None without memory."""
         size = getattr(self.policy, "memory_size", 0)
         return {MEMORY: torch.zeros(size)} if size else None
 

@@ -43,9 +43,9 @@ def kind_of(space: gym.Space[Any]) -> Kind:
 
     choices: Discrete, MultiDiscrete and MultiBinary, one-hot.  images: uint8 Boxes of at least 8 x 8 pixels, grey,
     with channels first or last, or several of these stacked, as `_is_image` has it.  codes: other Boxes of at most 32
-    whole numbers from 0 on, one-hot.  grid: other uint8 Boxes of two or three dimensions, such as MiniGrid's, each of
-    whose 256 codes is embedded, by channel.  bytes: other uint8 Boxes, such as Atari's RAM, divided by 255 or
-    normalised.  numbers: all other Boxes, as they are or normalised.  mixed: Dict and Tuple, each part of which,
+    whole numbers from 0 on, one-hot.  grid: other uint8 Boxes of two or three dimensions, such as MiniGrid's; each of
+    their 256 codes is embedded, by channel.  bytes: other uint8 Boxes, such as Atari's RAM, divided by 255 or
+    normalised.  numbers: all other Boxes, as they are or normalised.  mixed: Dict and Tuple; each part,
     as `leaves_of` has them, is read by its own kind.
 
     Raises UsageError for a Box of no numbers.
@@ -81,9 +81,9 @@ def pixel_axes(shape: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _is_image(shape: Sequence[int], high: int) -> bool:
-    """Whether bytes of this shape, up to ``high``, are brightness. In doubt they are codes below 36 x 36.
+    """Says if bytes of this shape, up to ``high``, are brightness. In doubt they are codes below 36 x 36.
 
-    Codes of up to 10, divided by 255, are next to nothing, while an image whose bytes are embedded is learnt slowly.
+    Codes of up to 10, divided by 255, are next to nothing, while an image with embedded bytes is learnt slowly.
     """
     axes = pixel_axes(shape)
     if axes is None:
@@ -114,7 +114,7 @@ def leaves_of(space: gym.Space[Any]) -> dict[Key, gym.Space[Any]]:
 
 
 def as_observation(obs: Any, dims: int = 1) -> Any:
-    """What `Encoder` takes, of what a policy is called with: a tensor as it is, dicts and tuples as a TensorDict [B].
+    """A policy's argument as `Encoder` takes it: a tensor as it is, dicts and tuples as a TensorDict [B].
 
     A tuple's positions become keys, "0", "1" and so on.  dims: of the batch; 2 for agents.
     """
@@ -133,7 +133,7 @@ def observed(batch: TensorDictBase, space: Any, name: Key, dims: int = 1) -> tup
     """
 
     def at(place: Key, dims: int) -> Any:
-        # What lies beside the rows is an UnbatchedTensor, which a TensorDict would neither split nor flatten.
+        # After the rows it is an UnbatchedTensor, which a TensorDict would neither split nor flatten.
         if kind_of(space) != "mixed":
             return batch[(*place, *name)].as_subclass(Tensor)
         under = () if len(name) == 1 and isinstance(space, spaces.Dict) else name
@@ -305,7 +305,7 @@ def layer(kind: Any, *sizes: int | tuple[int, ...], rng: torch.Generator | None,
 class RunningMoments(nn.Module):
     """Mean and variance, float64 ``[*shape]``, of all rows seen so far (Chan et al. 1979, the pairwise update).
 
-    They are buffers, which follow wherever the weights beside them go.
+    They are buffers, which follow wherever the weights go.
     """
 
     mean: Tensor

@@ -98,7 +98,7 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
 
     @property
     def critic_sees(self) -> str:
-        """What the critic sees, in a sentence; empty for own critics."""
+        """The sight of the critic in a sentence; empty for own critics."""
         state = self.facts.state_space
         seen = "all agents' observations: the envs give no state" if state is None else f"the env's state, {state}"
         return f"The centralised critic sees {seen}." if self._sights else ""
@@ -167,7 +167,7 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
         )  # fmt: skip
 
     def _collected_states(self, batch: TensorDict, three: Three) -> Experience:
-        """The batch as one agent sees it whose observations are the states, and who gets no reward."""
+        """The batch for one agent that observes the states, and gets no reward."""
         terminated, truncated = (batch["next", name].squeeze(-1) for name in ("terminated", "truncated"))
         final_at, mask = batch["collector", "final_at"], batch["collector", "mask"]
         return Experience(*three, final_at, terminated, terminated.float(), terminated, truncated, mask, keeps=mask)
@@ -188,7 +188,7 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
 
     def _begin_anew(self) -> None:
         """Forgets the batch before: new episodes begin."""
-        # Of the batch before: agents whose episodes ended in its last step, and the trajectories.
+        # Of the batch before: agents with an end in its last step, and the trajectories.
         self._ended = {
             group: torch.zeros(self.config.num_envs, len(agents), dtype=torch.bool, device=self.device)
             for group, agents in self.groups.items()
@@ -226,7 +226,7 @@ def teams_of(facts: TrainingSpaces, config: MAPPOConfig) -> list[Team]:
 
 
 def sights_of(facts: TrainingSpaces, config: MAPPOConfig) -> list[Sight]:
-    """What a centralised critic sees; nothing where each sees what its agent observes."""
+    """The sights of a centralised critic; none where each critic sees what its agent observes."""
     if config.critic == "own":
         return []
     if facts.state_space is not None:

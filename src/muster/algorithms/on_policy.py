@@ -91,7 +91,7 @@ class OnPolicy(ABC, Generic[M]):
         """Actions for observations, as the envs want them: the likeliest ones, or drawn if ``sample``.
 
         obs: a tensor [B, *obs_shape]; of agents by group, [B, A, *obs_shape].
-        state: the memory before the step, which this returned besides the actions; None where episodes begin.
+        state: the memory before the step, which this returned with the actions; None where episodes begin.
         masks: bool [B, n], the choices that are allowed; of agents by group.  alive: bool [B, A] by group.
 
         Statistics of observations stay as they are. Numbers that are not finite count as 0.
@@ -116,7 +116,7 @@ class OnPolicy(ABC, Generic[M]):
 
     @property
     def metrics(self) -> M | None:
-        """The metrics of the last complete iteration, whose state is ``state_dict``; None before the first one."""
+        """The metrics of the last complete iteration, that of ``state_dict``; None before the first one."""
         return self._complete[1]
 
     def train(self) -> Iterator[M]:
@@ -182,11 +182,11 @@ class OnPolicy(ABC, Generic[M]):
         step, _, env, *agent, returned, row = min(found, key=lambda one: one[:-2])
         row = row[agent[0]] if agent else row
         number = row[~_finite(row)][0].item()
-        whose = f"for {agents[agent[0]]!r} " if agent else ""
+        of = f"for {agents[agent[0]]!r} " if agent else ""
         step += (self.collector.batches - 1) * self.config.num_steps  # those before this batch
         when = f"in its step {step}" if step else "at its first reset"
         raise TrainingDiverged(
-            f"Env {env} returned {returned} {number} {whose}{when}; PPO learns from finite numbers of float32 alone. "
+            f"Env {env} returned {returned} {number} {of}{when}; PPO learns from finite numbers of float32 alone. "
             f"Nothing of this rollout was learnt: the state is that after step {self.steps:,}. Mend the env, or "
             "replace such numbers in a wrapper; make_vec(check_finite=True) raises in the env's own step."
         )
@@ -235,7 +235,7 @@ class OnPolicy(ABC, Generic[M]):
 
     def _go_back(self) -> None:
         """Goes back to the state after the last complete iteration."""
-        with contextlib.suppress(ClosedError):  # what has closed the collectors is told, and not that it did
+        with contextlib.suppress(ClosedError):  # the reason is raised, not that the collectors are closed
             self._load(self._complete[0])
         self._under_way = False
 
@@ -298,12 +298,12 @@ def _bad(rows: Tensor, used: Tensor) -> list[list[int]]:
 
 
 def _finite(rows: Tensor) -> Tensor:
-    """Whether each number is finite in float32, the policy's dtype."""
+    """Says of each number if it is finite in float32, the policy's dtype."""
     return rows.float().isfinite()
 
 
 class TrainingSpaces(NamedTuple):
-    """What PPO and MAPPO know of their envs, by one of them. Spaces are one agent's, of MAPPO's envs by group."""
+    """Facts of one of the envs, for PPO and MAPPO. Spaces are one agent's, of MAPPO's envs by group."""
 
     observation_space: Any
     action_space: Any

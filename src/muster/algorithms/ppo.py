@@ -42,7 +42,7 @@ from muster.algorithms.ppo_config import EpisodeWindow, Losses, PPOConfig, PPOMe
 from muster.errors import TrainingDiverged
 from muster.spaces.masks import MASK
 
-KL_MARGIN = 1.5  # by which a minibatch may exceed target_kl, as in Stable-Baselines3
+KL_MARGIN = 1.5  # a minibatch may exceed target_kl so many times, as in Stable-Baselines3
 Observation = Any
 """A tensor, or a TensorDict of several."""
 
@@ -206,7 +206,7 @@ class Rollout(NamedTuple):
 
 
 class Learner:
-    """A policy, and all that training changes besides its weights.
+    """A policy, its weights, and all else that training changes.
 
     policy: as for `PPO`, where it computes.  shape: of one step's rewards, (N,).  device: of rollouts.  seed: of the
     minibatches.
@@ -370,7 +370,7 @@ class Learner:
 
 
 def _provided(obs: Observation, masks: Tensor | None, memory: Any) -> tuple[Any, ...]:
-    """What a policy is called with: without masks and memory it need not know of them."""
+    """The arguments of a policy: without masks and memory it need not know of them."""
     if memory is not None:
         return obs, masks, memory
     return (obs,) if masks is None else (obs, masks)
@@ -387,7 +387,7 @@ def _mean(x: Tensor) -> Tensor:
 
 def _adams(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of the optimizer, with moments laid out as the weights are: the fused Adam takes them to be so."""
-    for group in state["param_groups"]:  # whose numbers Adam checks
+    for group in state["param_groups"]:  # Adam checks the numbers
         torch.optim.Adam([torch.empty(0)], **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")})
     weights = [one.detach() for group in optimizer.param_groups for one in group["params"]]
     held = {}

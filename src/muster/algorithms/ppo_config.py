@@ -124,7 +124,7 @@ class AgentsOptions:
     )
 
     def shares_params(self, group: str) -> bool:
-        """Whether the agents of `group` share one network; those of a group that is not named do."""
+        """Says if the agents of `group` share one network; those of a group that is not named do."""
         return self.share_params if isinstance(self.share_params, bool) else self.share_params.get(group, True)
 
 
@@ -144,7 +144,7 @@ class MAPPOConfig(AgentsOptions, PPOConfig):
 
 
 class Rates(NamedTuple):
-    """What one iteration learns with."""
+    """The rates of one iteration."""
 
     learning_rate: float
     clip_coef: float
@@ -204,7 +204,7 @@ class EpisodeWindow:
     """The returns and lengths of the last 100 episodes that ended; a return is the mean over an env's agents.
 
     groups: the agents of each group; without any, envs have one agent.
-    apart: groups whose agents are reported one by one from the start; others are once their returns have differed.
+    apart: groups with agents that are reported one by one from the start; others are once their returns have differed.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[Hashable]] | None = None, apart: Collection[str] = ()) -> None:
@@ -279,7 +279,7 @@ class Losses(NamedTuple):
     value_loss: float  # half the mean squared error of the values
     entropy: float  # of the action distribution, in nats
     approx_kl: float  # how far the policy has moved from the one that collected
-    clip_fraction: float  # share of rows whose ratio was clipped
+    clip_fraction: float  # share of rows with a clipped ratio
 
 
 def _in_lines(metrics: PPOMetrics | MAPPOMetrics) -> str:
@@ -340,8 +340,8 @@ class MAPPOMetrics:
     steps, episodes, learning_rate, figures: as of `PPOMetrics`; returns are means over an env's agents.
     teams: by group, or by "group/agent" where agents have networks of their own: the group, its agents' mean_return,
         losses and explained_variance.
-    agents: the mean return of each agent by "group/agent", of groups whose agents' returns have differed, or whose
-        agents have networks of their own.
+    agents: the mean return of each agent by "group/agent", of groups with returns that have
+        differed, or with a network for each agent.
 
     >>> import muster
     >>> from muster.algorithms import MAPPO, MAPPOConfig

@@ -31,7 +31,7 @@ class Team(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What a centralised critic sees of an env: the state, or the observations of each group's agents."""
+    """A part of what a centralised critic sees of an env: the state, or the observations of each group's agents."""
 
     name: str  # "state", or the group's
     space: gym.Space[Any]
@@ -92,8 +92,8 @@ class AgentsPolicy(nn.Module):
         return self._by_agent(self.policy.decide, obs, masks, memory)
 
     def _by_agent(self, call: Callable[..., Any], obs: Any, masks: Tensor | None, memory: Any) -> list[Any]:
-        """What a function of [B, ...] returns for the agents, one behind the other: [B, A, ...]."""
-        if isinstance(memory, Sequences):  # whose agents become sequences of their own: [S * L, A] is [S * A * L]
+        """The results [B, A, ...] of a function of [B, ...], called for the agents one behind the other."""
+        if isinstance(memory, Sequences):  # each agent's become sequences of their own: [S * L, A] is [S * A * L]
             S, L, A = memory.keeps.shape
             own = [x if x is None else x.unflatten(0, (S, L)).transpose(1, 2).flatten(0, 2) for x in (obs, masks)]
             alone = Sequences(memory.start.flatten(0, 1), memory.keeps.transpose(1, 2).flatten(0, 1))
@@ -113,7 +113,7 @@ class TeamExperience(Experience):
 
 
 class TeamLearner(Learner):
-    """What a team learns by: PPO's learner, with rows [B, A] in which some agents wait, or are not there."""
+    """PPO's learner for a team, with rows [B, A] in which some agents wait, or are not there."""
 
     def update(self, rollout: Rollout, rates: Rates, steps: int) -> Losses:
         nobody = rollout.counts is not None and not rollout.counts.any()
@@ -141,7 +141,7 @@ class TeamLearner(Learner):
 
 
 class AgentsExplorer(nn.Module):
-    """What acts while MAPPO collects: an explorer for each team. takes_rng: as of `Explorer`."""
+    """The actors while MAPPO collects: an explorer for each team. takes_rng: as of `Explorer`."""
 
     def __init__(self, networks: Networks, learning_rate: float) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class AgentsExplorer(nn.Module):
         self, obs: Mapping[str, Any], state: Mapping[Any, Tensor] | None = None, *,
         masks: Mapping[str, Tensor], alive: Mapping[str, Tensor], rng: torch.Generator | None = None,
     ) -> Any:  # fmt: skip
-        """What `Explorer` gives, by group, for observations [N, A, *obs_shape] and masks [N, A, n] by group."""
+        """As `Explorer`, by group, for observations [N, A, *obs_shape] and masks [N, A, n] by group."""
         for explorer in self.explorers:
             explorer.steps = self.steps
         explorations = [partial(explorer.explore, rng=rng) for explorer in self.explorers]
@@ -164,7 +164,7 @@ class AgentsExplorer(nn.Module):
 
 
 class Networks(NamedTuple):
-    """What acts for agents once it has learnt: a `Network` for each team, in their order."""
+    """The actors of agents after training: a `Network` for each team, in their order."""
 
     teams: Sequence[Team]
     networks: Sequence[Network]
@@ -176,7 +176,7 @@ class Networks(NamedTuple):
 
     @property
     def initial_state(self) -> dict[Any, Tensor] | None:
-        """What the memories of one env's agents begin with, [A, H] by ``(group, *MEMORY)``; None without memory."""
+        """The first memories of one env's agents, [A, H] by ``(group, *MEMORY)``; None without memory."""
         sizes: dict[Any, list[int]] = {}
         for team, network in zip(self.teams, self.networks, strict=True):
             sizes.setdefault((team.group, *MEMORY), []).extend([network.policy.memory_size] * team.num_agents)
@@ -201,7 +201,7 @@ def _by_team(
     teams: Sequence[Team], acts: Iterable[Callable[..., Any]], obs: Mapping[str, Any],
     state: Mapping[Any, Tensor] | None, masks: Mapping[str, Tensor | None], alive: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], dict[Any, Tensor] | None]:  # fmt: skip
-    """What the teams' functions return for their agents, joined by group; and the memories, None without.
+    """The results of the teams' functions for their agents, joined by group; and the memories, None without.
 
     Who is not alive, and begins again later, begins without memory.
     """
