@@ -319,7 +319,12 @@ def facts_of(envs: Any, config: PPOConfig, collectors: Mapping[str, Any] | None)
     """
     if collectors is None:
         return _facts(envs, config, config.num_envs)
-    require_options(collectors)
+    if not isinstance(collectors, Mapping) or "num_collectors" not in collectors:
+        raise ConfigError('collectors: say how many there are to be, as in collectors={"num_collectors": 4}')
+    for name in collectors:
+        if name not in OPTIONS:
+            instead = f"use {_INSTEAD[name]}" if name in _INSTEAD else f"leave it out. They have {', '.join(OPTIONS)}"
+            raise ConfigError(f"collectors: PPO's collectors have no option {name!r}: {instead}")
     options = env_options(collectors.get("make_vec_options"))
     if isinstance(changes := options.get("worker_env"), (list, tuple)):
         options["worker_env"] = changes[:1]
@@ -327,16 +332,6 @@ def facts_of(envs: Any, config: PPOConfig, collectors: Mapping[str, Any] | None)
     first = envs[:1] if isinstance(envs, (list, tuple)) else envs
     with contextlib.closing(make_vec(first, 1, **{"state": True, **options})) as one:
         return _facts(one, config, 1)
-
-
-def require_options(collectors: Mapping[str, Any]) -> None:
-    """Raises ConfigError for options that PPO's collectors do not have, and without their number."""
-    if not isinstance(collectors, Mapping) or "num_collectors" not in collectors:
-        raise ConfigError('collectors: say how many there are to be, as in collectors={"num_collectors": 4}')
-    for name in collectors:
-        if name not in OPTIONS:
-            instead = f"use {_INSTEAD[name]}" if name in _INSTEAD else f"leave it out. They have {', '.join(OPTIONS)}"
-            raise ConfigError(f"collectors: PPO's collectors have no option {name!r}: {instead}")
 
 
 def _facts(envs: Any, config: PPOConfig, num_envs: int) -> TrainingSpaces:
