@@ -76,13 +76,39 @@ class TestRowsByHand:
         assert always == self.ALWAYS
         assert pauses == [1 + 5.5, 0 + next_seen / 2, 5 + 7.5, 6 + 8]
 
-    def test_advantages_go_through_absences_and_stop_at_ends(self):
-        with mappo_on(lambda: Comings("terminated"), gamma=1.0, gae_lambda=1.0) as mappo:
+    @pytest.mark.filterwarnings("ignore:.*left env.agents")
+    def test_what_an_absence_leaves_open_to_the_end_is_the_value_of_the_last_observation(self):
+        class Away(Comings):
+            """Ends after three steps, while w_1 is away; observations grow by 20 an episode."""
+
+            episode = -1
+
+            def reset(self, **options: Any) -> Any:
+                self.episode += 1
+                return super().reset(**options)
+
+            def step(self, actions: dict[str, Any]) -> Any:
+                obs, rewards, terminated, truncated, infos = super().step(actions)
+                self.agents = self.agents if self.t < 3 else []
+                return obs, rewards, terminated, dict.fromkeys(truncated, self.t == 3), infos
+
+            def _obs(self) -> dict[str, Any]:
+                return {agent: one + 20 * self.episode for agent, one in super()._obs().items()}
+
+        with mappo_on(lambda: Away("pauses"), gamma=0.5, gae_lambda=0.0) as mappo:
+            values_of_observations(mappo)
+            _, away = targets_of(mappo)
+        assert away == [1 + 5.5, 0 + 5.5, 1 + 15.5, 0 + 15.5]
+
+    @pytest.mark.filterwarnings("ignore:.*left env.agents")
+    @pytest.mark.parametrize(("how", "expected"), [("terminated", [3, 2, 11, 6]), ("pauses", [12, 11, 11, 6])])
+    def test_advantages_go_through_absences_and_stop_at_ends(self, how: str, expected: list[float]):
+        with mappo_on(lambda: Comings(how), gamma=1.0, gae_lambda=1.0) as mappo:
             for policy in mappo.policies.values():
                 policy.forward = lambda obs, masks=None: (torch.zeros(*obs.shape[:2], 2), torch.zeros(obs.shape[:2]))
             always, returns = targets_of(mappo)
         assert always == [21, 20, 18, 15, 11, 6]
-        assert returns == [3, 2, 11, 6]
+        assert returns == expected
 
     def test_the_row_of_an_end_does_not_count_after_a_rollout_that_was_cut_short(self, monkeypatch: pytest.MonkeyPatch):
         """As by preemptive_threshold: after two steps, in the second of which w_1 has ended."""

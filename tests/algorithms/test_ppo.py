@@ -519,14 +519,14 @@ class TestOptions:
 
 
 class TestLosses:
-    @pytest.mark.parametrize(("clips", "expected"), [(False, (0.25 + 9 + 4) / 6), (True, (0.64 + 14.44 + 4) / 6)])
+    @pytest.mark.parametrize(("clips", "expected"), [(False, (0.25 + 9 + 1) / 6), (True, (0.64 + 14.44 + 1.69) / 6)])
     def test_values_clipped_to_those_that_were_collected_count_where_they_are_worse(self, clips: bool, expected: float):
         with ppo_on(Clock, clip_vloss=clips) as ppo:
             rows = ppo.collect_rollout()
             ppo.policy.forward = lambda obs: (torch.zeros(3, 2), torch.tensor([0.5, 4.0, 10.0]))
             rows = rows.at(torch.arange(3))._replace(
-                # Moved from 0 to 0.5 and from 3 to 4, which count as 0.2 and 3.2; the last stays where it was.
-                values=torch.tensor([0.0, 3.0, 10.0]), targets=torch.tensor([1.0, 7.0, 12.0])
+                # Moved from 0 to 0.5, from 3 to 4 and from 10.5 to 10, which count as 0.2, 3.2 and 10.3.
+                values=torch.tensor([0.0, 3.0, 10.5]), targets=torch.tensor([1.0, 7.0, 9.0])
             )  # fmt: skip
             _, figures = ppo.learner.loss(rows, ppo.config.clip_coef)
         assert_close(figures[1].item(), expected)
