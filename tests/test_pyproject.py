@@ -86,13 +86,8 @@ def test_the_extra_for_melting_pot_and_its_command_bring_the_same():
     assert packages_of("meltingpot") == set(REQUIREMENTS)
 
 
-@pytest.mark.parametrize(("other", "extra"), [("cli", "train"), ("pettingzoo", "marl")])
-def test_an_extra_has_another_name(other: str, extra: str):
-    assert packages_of(other) == packages_of(extra)
-
-
 def test_the_extra_all_has_everything_that_users_may_need():
-    extras = ("doctor", "train", "torch", "marl", "meltingpot", "sb3", "torchrl", "loggers", "cli", "pettingzoo")
+    extras = ("doctor", "train", "torch", "marl", "meltingpot", "sb3", "torchrl", "loggers")
     assert packages_of("all") == set().union(*map(packages_of, extras))
 
 
