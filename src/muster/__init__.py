@@ -34,7 +34,7 @@ from muster.vector.vector_env import VectorEnv
 from muster.worker_info import get_worker_info
 
 if TYPE_CHECKING:
-    from muster.command_line.train_call import train
+    from muster.training.train import train
     from muster.doctor.diagnosing import diagnose
     from muster.rollout.cluster.nodes import Node, RayCluster
     from muster.rollout.collector import Collector
@@ -52,7 +52,7 @@ _LATER = {
     "diagnose": "doctor.diagnosing",
     "load_policy": "training.run_policy",
     "rebuild_with": "rollout.replicas.policy_travel",
-    "train": "command_line.train_call",
+    "train": "training.train",
 }
 _SUBMODULES = ("algorithms", "interop", "nn", "rollout")
 _NEED_TORCH = {*_LATER, "algorithms", "nn", "rollout"} - {"diagnose"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, get_origin
 
 from muster.arguments import alternatives, checked_option, fields_of, option_of
-from muster.command_line.values import metavar_of, read_value, write_value
+from muster.training.values import metavar_of, read_value, write_value
 from muster.errors import ConfigError, printable_lines
 
 HELP = ("-h", "--help")

@@ -12,7 +12,7 @@ import pytest
 
 from muster.arguments import option
 from muster.command_line.parser import Parser
-from muster.command_line.values import write_value
+from muster.training.values import write_value
 from muster.errors import ConfigError
 
 
