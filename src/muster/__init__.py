@@ -34,13 +34,13 @@ from muster.vector.vector_env import VectorEnv
 from muster.worker_info import get_worker_info
 
 if TYPE_CHECKING:
-    from muster.training.train import train
     from muster.doctor.diagnosing import diagnose
     from muster.rollout.cluster.nodes import Node, RayCluster
     from muster.rollout.collector import Collector
     from muster.rollout.multi_collector import MultiCollector
     from muster.rollout.replicas.policy_travel import rebuild_with
     from muster.training.run_policy import load_policy
+    from muster.training.train import train
 
     __version__: str
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import operator
+import os
 import reprlib
 import textwrap
 import types
@@ -174,6 +175,8 @@ def _as_kind(kind: Any, value: Any) -> Any:
         return bool(value)
     if kind is str and isinstance(value, Path):
         return str(value)
+    if kind is Path and isinstance(value, (str, os.PathLike)) and value:
+        return Path(value)
     if kind is int:
         value = int(value) if isinstance(value, float) and value.is_integer() else value  # 1e6 is fine
         return value if (number := as_whole(value)) is None else number

@@ -15,12 +15,13 @@ import muster
 from muster.arguments import option_of
 from muster.command_line.command_options import BenchOptions, DoctorOptions, EvalOptions, PlotOptions
 from muster.command_line.mistakes import REPORTED, SIGNALLED, prepare_streams, report, say_error
-from muster.command_line.parser import HELP, HelpShown, Parser, near, paragraphs
+from muster.command_line.parser import HELP, HelpShown, Parser, paragraphs
 from muster.errors import ConfigError, UsageError, printable_lines
 from muster.extras import bound_spinning, imports_for, require
 from muster.pool.worker_process import ignore_user_signals
 from muster.recipes.named import find_here
 from muster.training.stopping import StopSignals
+from muster.training.values import near
 
 EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train", "plot": "train"}  # by command
 ABOUT = """Run many reinforcement-learning envs in parallel, and train on them.

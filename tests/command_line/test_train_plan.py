@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import re
 import shutil
@@ -15,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-import muster as package
 from command import muster
 from local_nodes import LocalNodes
 from muster.algorithms import PPOConfig
 from muster.command_line.train_plan import training_order
 from muster.training import runs
 from muster.training.checkpoints import read_checkpoint
-from muster.training.plan import CollectorsOptions, MakeVecOptions, plan_of
+from muster.training.plan import plan_of
 from muster.training.presets import preset_named
 
 ENV = """
@@ -59,14 +57,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "own_env", raising=False)
     (tmp_path / "own_env.py").write_text(ENV)
     return tmp_path
-
-
-def test_options_for_the_envs_have_the_defaults_of_make_vec():
-    for kind, maker in ((MakeVecOptions, package.make_vec), (CollectorsOptions, package.MultiCollector)):
-        parameters = inspect.signature(maker).parameters
-        for field in dataclasses.fields(kind):
-            if field.name not in ("num_collectors", "nodes", "working_dir"):
-                assert field.default == parameters[field.name].default, field.name
 
 
 def test_options_win_over_the_file_and_this_over_the_preset(folder: Path):
@@ -300,7 +290,7 @@ def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"env": 3}, "r/config.json is not as muster train writes it: look at 'env'."),
+        ({"env": 3}, "r/config.json is not as this version of muster train writes it: look at 'env'."),
         ({"wrappers": [3]}, "look at 'wrappers'."),
         ({"make_vec": {"num_envs": 3}}, "look at 'make_vec.num_envs'."),
         (
@@ -312,7 +302,7 @@ def test_a_run_that_goes_on_keeps_what_it_has_settled(folder: Path):
         ({"run": {"worker_init": "a:b"}}, "look at 'run.worker_init'."),
         ({"worker_env": {"A": "b"}, "callback": "a:b"}, "look at 'worker_env', 'callback'."),
         ({"spaces": 3, "with": []}, "look at 'with', 'spaces'."),
-        ({"algorithm": ["PPO"]}, "is not that of a run of this version of Muster, by PPO or MAPPO."),
+        ({"algorithm": ["PPO"]}, "look at 'algorithm'."),
         ({"collectors": {"num_envs": 3}}, "look at 'collectors.num_envs'."),
         ({"collectors": {"num_collectors": 2, "nodes": 2}}, "r/config.json: nodes must be left out where no cluster"),
         ({"gamma": 5}, "r/config.json: gamma must be a number from 0 to 1, got 5"),

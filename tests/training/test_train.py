@@ -279,6 +279,7 @@ def test_several_seeds_are_several_runs(tmp_path: Path):
             "config must be a dict of options, a PPOConfig, or the path of a TOML file, got 3",
         ),
         ({"env": Walk, "total_step": 3}, "total_step is no option of the env or of a run (did you mean total_steps?)"),
+        ({"env": Walk, "total_steps": "8"}, "total_steps must be a whole number of at least 1, got '8'"),
         ({"env": Walk, "num_envs": 0}, "num_envs must be a whole number of at least 1, got 0"),
         (
             {"env": Walk, "critic": "own", "backend": "serial"},
@@ -299,7 +300,7 @@ def test_values_that_make_no_sense_are_named(tmp_path: Path, options: Any, messa
 
 def test_a_config_may_be_options_or_a_file(tmp_path: Path):
     (tmp_path / "run.toml").write_text('num-envs = 2\nnum-steps = 4\nnum_minibatches = 1\nbackend = "serial"\n')
-    run = package.train(Walk, tmp_path / "run.toml", total_steps="8", run_dir=tmp_path / "a")
+    run = package.train(Walk, tmp_path / "run.toml", total_steps=8, run_dir=tmp_path / "a")
     assert run.policy.plan.config.ent_coef == 0.01  # of the preset
     config = PPOConfig(total_steps=8, num_envs=2, num_steps=4, num_minibatches=1)
     assert package.train(Walk, config, backend="serial", run_dir=tmp_path / "b").policy.plan.config == config

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from muster.arguments import option
-from muster.command_line.parser import Parser
-from muster.training.values import write_value
+from muster.command_line.parser import write_value
 from muster.errors import ConfigError
+from muster.training.values import value_of
 
 
 @dataclass
@@ -32,9 +32,6 @@ class Options:
     keywords: Mapping[str, Any] = option({}, "")
     path: Path = option(Path("."), "")
     text: str = option("", "")
-
-
-PARSER = Parser("muster try", (Options,))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +61,7 @@ PARSER = Parser("muster try", (Options,))
     ],
 )
 def test_what_is_written_is_read(name: str, written: Any, value: Any):
-    read = PARSER.value(name, written)
+    read = value_of(Options, name, written)
     assert read == value
     assert type(read) is type(value)
 
@@ -91,7 +88,7 @@ WHOLE = "a whole number of at least 1"
 def test_an_error_says_what_was_expected(name: str, expected: str, several: tuple[Any, ...]):
     for written in several:
         with pytest.raises(ConfigError) as caught:
-            PARSER.value(name, written)
+            value_of(Options, name, written)
         assert (caught.value.option, caught.value.expected) == (name, expected)
         assert str(caught.value) == f"{name} must be {expected}, got {caught.value.got!r}"
 
@@ -100,4 +97,4 @@ def test_an_error_says_what_was_expected(name: str, expected: str, several: tupl
     ("name", "value"), [("whole", 1), ("whole", 200_000), ("number", 1e-8), ("share", None), ("keywords", {"a": [1]})]
 )
 def test_what_help_shows_can_be_written(name: str, value: Any):
-    assert PARSER.value(name, write_value(value)) == value
+    assert value_of(Options, name, write_value(value)) == value

@@ -1,53 +1,12 @@
-"""The options of the commands. Those of PPO are fields of `PPOConfig`."""
+"""The options of the commands, but for `muster train`: those are in training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from muster.arguments import option
-
-_OF_ENV = "keyword arguments of the env, such as '{\"size\": 5}'"
-_AROUND = "module:callable or file.py:callable, env -> env; may be repeated, the first one innermost"
-
-
-@dataclass(frozen=True)
-class _NamedEnv:
-    """The env of a command, and what is around it."""
-
-    env: str | None = option(
-        None, "an env id (CartPole-v1, module:Id-v0), module:factory, or file.py:factory", positional=True
-    )
-    env_kwargs: Mapping[str, Any] = option({}, _OF_ENV, alias="--kwargs")
-    wrapper: tuple[str, ...] = option((), _AROUND, repeated=True)
-
-
-@dataclass(frozen=True)
-class TrainOptions(_NamedEnv):
-    """Train a policy with PPO, or the agents of an env with MAPPO, and plot the learning curve.
-
-    Options override the file of --config, and the file overrides the preset for the env's kind. Ctrl-C ends the
-    training early and keeps what was reached; --resume continues it.
-
-    Example: muster train CartPole-v1 --seed 1
-    """
-
-    run_dir: Path | None = option(
-        None,
-        "folder for config, metrics, checkpoint and plot, or with --seeds for those of the runs; a new one in runs/",
-    )
-    seeds: int | None = option(
-        None, "train so many runs, one after the other, from --seed on, and compare them", least=1
-    )
-    resume: Path | None = option(None, "resume the run in this folder, up to its --total-steps")
-    resume_or_begin: bool = option(
-        False,
-        "resume the run in --run-dir, or begin it there; the same line each time, for queues of jobs",
-    )
-    config: Path | None = option(None, "TOML or YAML file with the env, and with options by the names below")
-    trust: bool = option(False, "with --resume: use the code, paths, cluster and loggers that the run's folder names")
+from muster.training.values import NamedEnv
 
 
 @dataclass(frozen=True)
@@ -86,7 +45,7 @@ class PlotOptions:
 
 
 @dataclass(frozen=True)
-class DoctorOptions(_NamedEnv):
+class DoctorOptions(NamedEnv):
     """Try an env out, and say how to run many of it, or what is in the way; without ENV examine the machine.
 
     Every trial runs in a process of its own. The exit status is 1 when something blocks parallel use.
@@ -103,7 +62,7 @@ class DoctorOptions(_NamedEnv):
 
 
 @dataclass(frozen=True)
-class BenchOptions(_NamedEnv):
+class BenchOptions(NamedEnv):
     """Measure how many steps a second each way to run an env makes on this machine.
 
     Actions are random. `muster doctor` says whether an env can be run in parallel at all.

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
+import json
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import types
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, get_origin
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from muster.arguments import alternatives, checked_option, fields_of, option_of
-from muster.training.values import metavar_of, read_value, write_value
+from muster.arguments import alternatives, fields_of, option_of
 from muster.errors import ConfigError, printable_lines
+from muster.training.values import near, value_of
 
 HELP = ("-h", "--help")
+
+_METAVARS: dict[Any, str] = {int: "INT", float: "NUMBER", str: "TEXT", bool: "", Path: "PATH", Mapping: "JSON"}
 
 _ALGORITHMS = (
     ": PPO trains a single agent, MAPPO several, and IPPO is --critic own. Other algorithms, such as DQN, get their "
@@ -63,13 +67,8 @@ class Parser:
             self.show_help()
         if left:
             raise ConfigError(f"{left[0]!r} is one word too many; see {self.command} --help")
-        return {name: self.value(name, written) for name, written in values.items()}
-
-    def value(self, name: str, written: Any) -> Any:
-        """The value of an option, from words or from a file. Raises ConfigError."""
-        owner = self._owners()[name]
-        kind, _ = fields_of(owner)[name]
-        return checked_option(owner, name, read_value(kind, written))
+        owners = self._owners()
+        return {name: value_of(owners[name], name, written) for name, written in values.items()}
 
     def show_help(self, values: Mapping[str, Any] | None = None, beginning: str = "") -> NoReturn:
         """Prints the help. values: to show in the place of the defaults.  beginning: a paragraph before the options."""
@@ -115,12 +114,6 @@ class Parser:
         return parser
 
 
-def near(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known one that may be meant, where one is as near as a slip."""
-    found = difflib.get_close_matches(name, list(names), 1, cutoff=0.7)
-    return f" (did you mean {found[0]}?)" if found else ""
-
-
 def paragraphs(text: str) -> str:
     """The text, with its paragraphs broken into lines for the terminal."""
     width = shutil.get_terminal_size().columns - 2
@@ -146,3 +139,25 @@ def _how(name: str, kind: Any, facts: Mapping[str, Any], value: Any, switch: Any
     if any(get_origin(one) is tuple for one in alternatives(kind)):
         return {**how, "nargs": "*"}
     return {**how, "nargs": "?"} if facts["positional"] else how
+
+
+def write_value(value: Any) -> str:
+    """A value as it may be written in an option."""
+    if isinstance(value, tuple):
+        return " ".join(map(write_value, value))
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 100_000:
+        return f"{value:_}"
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def metavar_of(kind: Any) -> str:
+    """What stands for a value of the type `kind` in a command's help."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return parts[0] if len(parts) == 1 else "{" + ",".join(parts) + "}"
+    if origin is tuple:
+        return metavar_of(parts[0])
+    several = [one for one in alternatives(kind) if one is not types.NoneType]
+    return "|".join(filter(None, map(metavar_of, several))) if several != [kind] else _METAVARS[origin or kind]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from muster.algorithms.ppo_config import POLICIES, MAPPOConfig, PPOConfig
@@ -16,18 +19,18 @@ from muster.arguments import check_options, fields_of, option, option_of
 from muster.errors import ConfigError, RecipeError, RunConfigError, UsageError, printable
 from muster.extras import installed_version
 from muster.recipes.known_envs import installed_alone, not_installed
-from muster.recipes.named import callable_named, env_named, split_name
+from muster.recipes.named import callable_named, env_named, name_of, split_name
 from muster.rollout.episodes import reported
+from muster.rollout.multi_collector import MultiCollector
 from muster.training.events import CHARTS
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config, require_room
 from muster.training.trust import IN_FOLDER, is_known_id, reaching
+from muster.vector.make import make_vec
 
 CONFIGS: Mapping[str, type[PPOConfig]] = {"PPO": PPOConfig, "MAPPO": MAPPOConfig}
 """The options of each algorithm."""
 KNOWN_LOGGERS = (*IN_FOLDER, "wandb")
-# Options that older runs do not have.
-SINCE_AGENTS = ("policy", "memory_size", "sequence_length", "sprite", "episode_info")
 
 
 @dataclass(frozen=True)
@@ -66,26 +69,34 @@ class RunOptions:
             raise ConfigError("log", f"{', '.join(KNOWN_LOGGERS)}, module:function or file.py:function", unknown[0])
 
 
+_VEC, _SET = (
+    SimpleNamespace(**{name: one.default for name, one in inspect.signature(maker).parameters.items()})
+    for maker in (make_vec, MultiCollector)
+)
+
+
 @dataclass(frozen=True)
 class MakeVecOptions:
     """What steps the envs: arguments of `muster.make_vec` that a run may have."""
 
     num_workers: int | Literal["auto"] | None = option(
-        None, "processes that share the envs; auto: as many as a trial finds safe; None: as in make_vec", least=1
+        _VEC.num_workers,
+        "processes that share the envs; auto: as many as a trial finds safe; None: by make_vec",
+        least=1,
     )
-    backend: Literal["process", "thread", "serial"] = option("process", "what steps the envs")
-    context: Literal["auto", "forkserver", "spawn", "fork"] = option("auto", "how workers start")
-    caller_steps: bool = option(False, "the training process steps some of the envs itself")
-    one_env_per_process: bool = option(False, "for libraries that can be loaded only once per process")
-    threads_per_worker: int = option(1, "threads of OpenMP, BLAS and torch in each worker", least=1)
-    start_timeout: float = option(300.0, "seconds for a worker to build its envs", above=0)
-    step_timeout: float | None = option(None, "seconds for one step or reset of an env; None: any", above=0)
-    close_timeout: float | None = option(60.0, "seconds for an env to close; None: any", above=0)
+    backend: Literal["process", "thread", "serial"] = option(_VEC.backend, "what steps the envs")
+    context: Literal["auto", "forkserver", "spawn", "fork"] = option(_VEC.context, "how workers start")
+    caller_steps: bool = option(_VEC.caller_steps, "the training process steps some of the envs itself")
+    one_env_per_process: bool = option(_VEC.one_env_per_process, "for libraries that can be loaded once per process")
+    threads_per_worker: int = option(_VEC.threads_per_worker, "threads of OpenMP, BLAS and torch in a worker", least=1)
+    start_timeout: float = option(_VEC.start_timeout, "seconds for a worker to build its envs", above=0)
+    step_timeout: float | None = option(_VEC.step_timeout, "seconds for a step or reset of an env; None: any", above=0)
+    close_timeout: float | None = option(_VEC.close_timeout, "seconds for an env to close; None: any", above=0)
     on_failure: Literal["raise", "restart"] = option(
-        "raise", "of an env or a worker; restart: its episode ends truncated"
+        _VEC.on_failure, "of an env or a worker; restart: its episode ends truncated"
     )
-    max_restarts: int = option(10, "how often one worker may fail within a minute", least=0)
-    memory_check: Literal["error", "warn", "off"] = option("error", "where the envs will not fit into memory")
+    max_restarts: int = option(_VEC.max_restarts, "how often one worker may fail within a minute", least=0)
+    memory_check: Literal["error", "warn", "off"] = option(_VEC.memory_check, "where envs will not fit into memory")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -98,17 +109,19 @@ class CollectorsOptions:
     num_collectors: int | None = option(
         None, "processes that step a share of the envs each, and act for it; None: this one acts for all", least=1
     )
-    cluster: Literal["ray"] | None = option(None, "has collectors run on a cluster's machines; None: on this one")
+    cluster: Literal["ray"] | None = option(_SET.cluster, "collectors run on its machines; None: on this one")
     nodes: int | None = option(None, "machines of the cluster; None: those that have a free CPU", least=1)
     working_dir: str | None = option(None, "a folder that is copied to the cluster's machines; None: none")
-    collect_timeout: float | None = option(None, "seconds for a collector's part of a rollout; None: any", above=0)
+    collect_timeout: float | None = option(_SET.collect_timeout, "seconds for a part of a rollout; None: any", above=0)
     preemptive_threshold: float | None = option(
-        None,
+        _SET.preemptive_threshold,
         "the share of the collectors that a rollout waits for; rows that are missing are left out",
         above=0,
         most=1,
     )
-    threads_per_collector: int = option(1, "threads of OpenMP, BLAS and torch in each", least=1)
+    threads_per_collector: int = option(
+        _SET.threads_per_collector, "threads of OpenMP, BLAS and torch in each", least=1
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -149,23 +162,23 @@ def options_of(kind: type, values: Mapping[str, Any]) -> Any:
 class TrainingPlan:
     """The env and the options of a run.
 
-    env: as `env_named` takes it.  preset: the name of the row that the options started from, and whose wrappers are
-    around the env.  env_kwargs, wrappers: the user's own, the latter as `callable_named` takes them.
+    env, wrappers: names, as `env_named` and `callable_named` take them, or what was handed over in Python.
+    policy: what was handed over for `config.policy`, which has its name then.  env_kwargs: the user's own.
+    preset: the name of the row that the options started from, and whose wrappers are around the env.
     options: further ones of `make_vec`, as far as they have not its own values.  run: what the run does besides.
     collectors: `CollectorsOptions` as far as they have not the defaults; empty where workers step the envs.
-    objects: what was handed over in Python in the place of names, by the keys of `names`.
     given: the options that the user has named anew, of a run whose folder holds the others.
     """
 
-    env: str
+    env: Any
     config: PPOConfig
     preset: str
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    wrappers: tuple[str, ...] = ()
+    wrappers: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     run: RunOptions = RunOptions()
     collectors: Mapping[str, Any] = field(default_factory=dict)
-    objects: Mapping[str, Any] = field(default_factory=dict)
+    policy: Any = None
     given: Collection[str] = ()
 
     def __post_init__(self) -> None:
@@ -176,52 +189,44 @@ class TrainingPlan:
     @property
     def names(self) -> dict[str, str]:
         """The names of the env, of the wrappers and, where the user has named one, of what makes the policy."""
-        around = {f"wrappers[{i}]": name for i, name in enumerate(self.wrappers)}
+        around = {f"wrappers[{i}]": _as_name(one) for i, one in enumerate(self.wrappers)}
         own = {} if self.config.policy in POLICIES else {"policy": self.config.policy}
-        return {"env": self.env, **around, **own}
+        return {"env": _as_name(self.env), **around, **own}
 
-    def _found(self, place: str, find: Callable[[str], Any]) -> Any:
-        """What was handed over in a place, or else what ``find`` finds.
+    @property
+    def without_objects(self) -> TrainingPlan:
+        """The plan as its run's folder has it."""
+        names = self.names
+        return replace(self, env=names.pop("env"), policy=None, wrappers=tuple(map(_as_name, self.wrappers)), given=())
 
-        Raises UsageError where no name leads to it, RecipeError for a policy that is not where its name leads.
-        """
-        if place in self.objects:
-            return self.objects[place]
-        if "<" in (name := self.names[place]):  # as `name_of` has it
-            again = ", or muster.load_policy(run, policy=...)" if place == "policy" else ""
-            raise UsageError(
-                f"no name leads to {name}, which this run was begun with as {place}. Hand it over again: muster.train("
-                f"env, resume=..., policy=...){again}"
-            )
+    @cached_property
+    def made_from(self) -> Any:
+        """The argument of `make_vec` for the env."""
+        return _found("env", self.env, env_named)
+
+    @cached_property
+    def network(self) -> Any:
+        """The argument ``policy`` of the algorithm: None where it makes one of its own."""
+        if self.policy is not None or self.config.policy in POLICIES:
+            return self.policy
         try:
-            return find(name)
+            return _found("policy", self.config.policy, callable_named)
         except (RecipeError, ModuleNotFoundError) as error:
-            if place != "policy":
-                raise
             raise RecipeError(
                 f"{str(error).rstrip('.')}. If the run's policy has moved, hand it over: "
                 "muster.load_policy(run, policy=...), or muster.train(resume=run, policy=...)"
             ) from error
 
-    @property
-    def made_from(self) -> Any:
-        """The argument of `make_vec` for the env."""
-        return self._found("env", env_named)
-
-    @property
-    def network(self) -> Any:
-        """The argument ``policy`` of the algorithm: None where it makes one of its own."""
-        return self._found("policy", callable_named) if "policy" in self.names else None
-
-    @property
+    @cached_property
     def around(self) -> list[Callable[[Any], Any]]:
         """The user's wrappers."""
-        return [self._found(f"wrappers[{i}]", callable_named) for i in range(len(self.wrappers))]
+        return [_found(f"wrappers[{i}]", one, callable_named) for i, one in enumerate(self.wrappers)]
 
     @property
     def name(self) -> str:
         """The env's name without a file's folders, as it can be printed."""
-        return printable(os.path.basename(self.env) if split_name(self.env)[0].endswith(".py") else self.env)
+        name = _as_name(self.env)
+        return printable(os.path.basename(name) if split_name(name)[0].endswith(".py") else name)
 
     @property
     def algorithm(self) -> str:
@@ -239,17 +244,18 @@ class TrainingPlan:
         names = [one.name for one in dataclasses.fields(kind) if one.name not in left_out]
         values = {name: getattr(self.config, name) for name in names}
         changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
-        around: dict[str, Any] = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(self.wrappers)}
+        wrappers = ",".join(map(_as_name, self.wrappers))
+        around: dict[str, Any] = {"env_kwargs": dict(self.env_kwargs), "wrapper": wrappers}
         around["init_from"] = self.run.init_from
         differing = {name: value for name, value in around.items() if value} | changed
         return " ".join(f"{name}={_in_words(value)}" for name, value in differing.items())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
-        run = {"env": self.env, "algorithm": self.algorithm, "preset": self.preset, **asdict(self.config)}
-        made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(self.wrappers), "make_vec": dict(self.options)}
-        besides = {"collectors": dict(self.collectors), "run": asdict(self.run), "with": _versions()}
-        return {**run, **made, **besides}
+        run = {"env": _as_name(self.env), "algorithm": self.algorithm, "preset": self.preset, **asdict(self.config)}
+        made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(map(_as_name, self.wrappers))}
+        parts = (dict(self.options), dict(self.collectors), asdict(self.run))
+        return {**run, **made, **dict(zip(_PARTS, parts, strict=True)), "with": _versions()}
 
     @contextmanager
     def trusting(self, run: Path | None, trust: bool, **kept: Collection[str]) -> Iterator[None]:
@@ -263,14 +269,15 @@ class TrainingPlan:
             yield
             return
         self.require_trust(run, **kept)
-        with nullcontext() if self.objects or self.names_code else installed_alone():
+        with nullcontext() if self.names_code else installed_alone():
             yield
 
     @property
     def names_code(self) -> bool:
-        """Whether the user has named code anew, which may lie in the working directory."""
-        code = {"env": [self.env], "wrapper": self.wrappers, "policy": [self.config.policy], "log": self.run.log}
-        return any(":" in name for option, names in code.items() if option in self.given for name in names)
+        """Whether the user has named code anew, or handed it over; it may lie in the working directory."""
+        code = {**self.to_dict(), "wrapper": self.to_dict()["wrappers"], "log": self.run.log}
+        given = [code[name] for name in ("env", "wrapper", "policy", "log") if name in self.given]
+        return any(":" in name for names in given for name in ([names] if isinstance(names, str) else names))
 
     @property
     def reaching(self) -> dict[str, Any]:
@@ -291,9 +298,9 @@ class TrainingPlan:
         refused = {name: one for name, one in found.items() if options[name] not in self.given}
         if not refused:
             return
-        for place in self.names:
+        for place, name in self.names.items():
             if place.partition("[")[0] in refused:
-                self._found(place, str)
+                _found(place, name, str)
         if "env" in refused and is_known_id(self.env):
             refused["env"] += f", whose {not_installed(self.env)} no installed package has"
         texts = (", ".join(one) if isinstance(one, (list, tuple)) else str(one) for one in refused.values())
@@ -319,38 +326,45 @@ def plan_of(path: Path) -> TrainingPlan:
 
     Raises UsageError where there is none, RunConfigError where this version of Muster cannot use it.
     """
-    config = read_config(path)
-    config = {**{name: getattr(PPOConfig, name) for name in SINCE_AGENTS}, **config}
-    kind = CONFIGS.get(str(config.get("algorithm")))
-    names = [] if kind is None else [field.name for field in dataclasses.fields(kind)]
-    missing = [name for name in ("env", "preset", "env_kwargs", "wrappers", "make_vec", *names) if name not in config]
-    if kind is None or missing:
-        raise RunConfigError(
-            f"{path / 'config.json'} is not that of a run of this version of Muster, by {' or '.join(CONFIGS)}"
-            + (f": it lacks {', '.join(missing)}." if missing else ".")
-        )
-    kinds = {"env": str, "preset": str, "env_kwargs": dict, "wrappers": list, "algorithm": str, "with": dict}
-    kinds |= {**dict.fromkeys(_PARTS, dict), "spaces": dict}
-    config = {"collectors": {}, "run": {}, "with": {}, "spaces": {}, **config}  # not there in older runs
-    unfit = [name for name in config if not isinstance(config[name], kinds.get(name, object))]
-    unfit += [name for name in config if name not in (*kinds, *names)]
+    kinds = {"algorithm": str, "env": str, "preset": str, "env_kwargs": dict, "wrappers": list}
+    kinds |= {**dict.fromkeys(_PARTS, dict), "with": dict, "spaces": dict}
+    # Not all of these are there in older runs.
+    config = {**dict.fromkeys(kinds), "collectors": {}, "run": {}, "with": {}, "spaces": {}, **read_config(path)}
+    kind = CONFIGS.get(str(config["algorithm"]))
+    names = [field.name for field in dataclasses.fields(kind or PPOConfig)]
+    unfit = [one for one in config if one not in names and not isinstance(config[one], kinds.get(one, ()))]
     if not unfit:
         unfit += ["wrappers"] * (not all(isinstance(wrapper, str) for wrapper in config["wrappers"]))
         for part, known in zip(_PARTS, (MakeVecOptions, CollectorsOptions, RunOptions), strict=True):
             unfit += [f"{part}.{name}" for name in config[part] if name not in fields_of(known)]
-    if unfit:
+    if kind is None or unfit:
         raise RunConfigError(
-            f"{path / 'config.json'} is not as muster train writes it: look at {', '.join(map(repr, unfit))}."
+            f"{path / 'config.json'} is not as this version of muster train writes it: look at "
+            f"{', '.join(map(repr, unfit or ['algorithm']))}."
         )
     try:
-        options = kind(**{name: config[name] for name in names})
-        run = options_of(RunOptions, config["run"])
+        options, run = options_of(kind, config), options_of(RunOptions, config["run"])
         makers_of({**config["make_vec"], **config["collectors"]})
     except ConfigError as error:
         raise RunConfigError(f"{path / 'config.json'}: {error}") from None
     require_room(path / "config.json", 400 * options.num_envs)  # of the envs' recipes
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
     return TrainingPlan(config["env"], options, config["preset"], *made, run, config["collectors"])
+
+
+def _found(place: str, one: Any, find: Callable[[str], Any]) -> Any:
+    """What was handed over in a place, or else what ``find`` finds. Raises UsageError where no name leads to it."""
+    if isinstance(one, str) and "<" in one:  # as `name_of` has it
+        again = ", or muster.load_policy(run, policy=...)" if place == "policy" else ""
+        raise UsageError(
+            f"no name leads to {one}, which this run was begun with as {place}. Hand it over again: muster.train("
+            f"env, resume=..., policy=...){again}"
+        )
+    return find(one) if isinstance(one, str) else one
+
+
+def _as_name(one: Any) -> str:
+    return one if isinstance(one, str) else name_of(one)
 
 
 def _versions() -> dict[str, Any]:

@@ -20,6 +20,8 @@ from gymnasium.envs.registration import EnvSpec
 from muster.algorithms.encoder import kind_of, leaves_of
 from muster.errors import ConfigError, UsageError
 from muster.training.preset_wrappers import atari_frames, flat, image_alone, small_images
+from muster.vector.multi_agent import MultiAgentVectorEnv
+from muster.vector.vector_env import VectorEnv
 
 Actions = Literal["discrete", "continuous"]
 
@@ -183,10 +185,14 @@ def preset_for(spec: EnvSpec | None, observation_space: gym.Space[Any], action_s
     return _first_fit(package, [observation_space], [action_space], agents=False)
 
 
-def preset_for_agents(name: str, observation_spaces: Sequence[Any], action_spaces: Sequence[Any]) -> Preset:
-    """The row for an env with groups of agents that have these spaces.  name: as `env_named` takes it."""
+def preset_of(envs: VectorEnv | MultiAgentVectorEnv, name: str) -> Preset:
+    """The row for these envs.  name: of the env, as `env_named` takes it."""
+    seen: Any = envs.single_observation_space
+    acts: Any = envs.single_action_space
+    if not isinstance(envs, MultiAgentVectorEnv):
+        return preset_for(envs.spec, seen, acts)
     package = name.replace("pettingzoo/mpe2/", "pettingzoo/mpe/").replace("/", ".")
-    return _first_fit(package, observation_spaces, action_spaces, agents=True)
+    return _first_fit(package, [seen[one] for one in envs.groups], [acts[one] for one in envs.groups], agents=True)
 
 
 def _first_fit(

@@ -68,7 +68,7 @@ def open_run_envs(
     if has_agents != isinstance(plan.config, MAPPOConfig):
         envs.close()
         count_now = "several agents" if has_agents else "one agent"
-        raise UsageError(f"{plan.env} has {count_now}, and its run is of {plan.algorithm}: it was another env then")
+        raise UsageError(f"{plan.name} has {count_now}, and its run is of {plan.algorithm}: it was another env then")
     return envs
 
 
@@ -80,7 +80,7 @@ def recipe_of(
     env_kwargs, wrappers: as for `open_run_envs`.
     """
     preset = preset_named(plan.preset)
-    require(f"Training {plan.env} needs", "muster-rl[train]", *preset.modules)
+    require(f"Training {plan.name} needs", "muster-rl[train]", *preset.modules)
     by_preset = preset.env_kwargs if isinstance(plan.made_from, str) else {}  # a factory has arguments of its own
     # A network of the user's own reads the parts of an observation itself.
     by_family = [one for one in preset.wrappers if one is not flat or "policy" not in plan.names]

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from muster.arguments import whole
-from muster.errors import SpecMismatch, printable
+from muster.errors import SpecMismatch
 from muster.extras import imports_for
 from muster.spaces.masks import MASK, mask_length
 from muster.training.plan import plan_of
@@ -82,7 +82,7 @@ class RunPolicy:
         sample: bool = False, trust: bool = False, objects: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         own = objects or {}
-        plan, (folder, file) = replace(plan_of(run), objects=own, given=set(own)), find_checkpoint(run, checkpoint)
+        plan, (folder, file) = replace(plan_of(run), **own, given=set(own)), find_checkpoint(run, checkpoint)
         state = read_checkpoint(folder, file)
         self.run, self.plan, self.sample, self.trust = run, plan, sample, trust
         if "policy" in plan.names and "policy" not in own and not trust:
@@ -96,7 +96,7 @@ class RunPolicy:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy acts without what its run was handed over."""
-        return {**vars(self), "plan": replace(self.plan, objects={}, given=())}
+        return {**vars(self), "plan": self.plan.without_objects}
 
     @property
     def initial_state(self) -> dict[Any, torch.Tensor] | None:
@@ -223,7 +223,7 @@ class RunPolicy:
 
     def __repr__(self) -> str:
         trained = f"{self.plan.algorithm} after {self.steps:,} steps"
-        return f"<policy of {str(self.run)!r}: {printable(self.plan.env)}, {trained}>"
+        return f"<policy of {str(self.run)!r}: {self.plan.name}, {trained}>"
 
 
 def _stacked(seen: Sequence[Any], space: spaces.Space[Any]) -> Any:

@@ -346,7 +346,7 @@ def _is_false(said: Any) -> bool:
 
 
 def _command_to_go_on(plan: TrainingPlan, run: Path) -> str:
-    if plan.objects:  # which are handed over again
+    if plan != plan.without_objects:  # which are handed over again
         return f"muster.train(..., resume={str(run)!r})"
     trust = " --trust" if plan.reaching else ""  # nobody is asked off a terminal
     return f"muster train --resume {as_word(run)}{trust}"

@@ -1,30 +1,80 @@
-"""`muster.train`: the command ``muster train`` for Python, with the same options."""
+"""`muster.train`: what ``muster train`` does, from values. How words become values is in values.py."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from muster.arguments import fields_of, option
 from muster.errors import ConfigError
-from muster.extras import imports_for
+from muster.extras import imports_for, require
 from muster.introspection import type_name
-from muster.recipes.named import name_of, refuse_while_importing
+from muster.recipes.named import absolute_name, leads_nowhere, name_of, refuse_while_importing
+from muster.training.values import NamedEnv, read_run_file, values_in
 
 with imports_for(
     "muster.train needs", "muster-rl[train]", "torch", "tensordict", "safetensors", "rich", "tensorboard", "matplotlib"
 ):
     from torch import nn
 
-    from muster.algorithms import PPOConfig
-    from muster.command_line.train_plan import OPTIONS, order_of, read_run_file, values_in
-    from muster.training.plan import plan_of
+    from muster.algorithms import MAPPOConfig, PPOConfig
+    from muster.algorithms.ppo_config import AgentsOptions
+    from muster.training import runs
+    from muster.training.console import run_console
+    from muster.training.loggers import require_login
+    from muster.training.plan import (
+        CollectorsOptions,
+        MakeVecOptions,
+        RunOptions,
+        TrainingPlan,
+        makers_of,
+        options_of,
+        plan_of,
+    )
+    from muster.training.presets import preset_of
     from muster.training.run import Run
-    from muster.training.runs import Callback
+    from muster.training.run_envs import open_envs
+    from muster.training.run_folder import require_local
+    from muster.training.seeds import train_seeds
     from muster.training.stopping import raise_again
+
+
+@dataclass(frozen=True)
+class TrainOptions(NamedEnv):
+    """Train a policy with PPO, or the agents of an env with MAPPO, and plot the learning curve.
+
+    Options override the file of --config, and the file overrides the preset for the env's kind. Ctrl-C ends the
+    training early and keeps what was reached; --resume continues it.
+
+    Example: muster train CartPole-v1 --seed 1
+    """
+
+    run_dir: Path | None = option(
+        None,
+        "folder for config, metrics, checkpoint and plot, or with --seeds for those of the runs; a new one in runs/",
+    )
+    seeds: int | None = option(
+        None, "train so many runs, one after the other, from --seed on, and compare them", least=1
+    )
+    resume: Path | None = option(None, "resume the run in this folder, up to its --total-steps")
+    resume_or_begin: bool = option(
+        False,
+        "resume the run in --run-dir, or begin it there; the same line each time, for queues of jobs",
+    )
+    config: Path | None = option(None, "TOML or YAML file with the env, and with options by the names below")
+    trust: bool = option(False, "with --resume: use the code, paths, cluster and loggers that the run's folder names")
+
+
+KINDS = (TrainOptions, RunOptions, MakeVecOptions, CollectorsOptions, PPOConfig, AgentsOptions)
+OPTIONS = {name: kind for kind in KINDS for name in fields_of(kind)}
+OF_FILES = {name: kind for name, kind in OPTIONS.items() if kind is not TrainOptions or name in fields_of(NamedEnv)}
+OF_CALLS = {name: kind for name, kind in OPTIONS.items() if name not in ("config", "resume_or_begin")}
+CHANGES = ("total_steps", "learning_rate", "episode_info")  # what PPO may do otherwise in a run that goes on
+FOR_SEVERAL = ("num_workers", "caller_steps")  # options that one env alone cannot have
 
 
 def train(
@@ -34,7 +84,7 @@ def train(
     run_dir: str | os.PathLike[str] | None = None,
     seed: int | None = None,
     policy: Any = None,
-    callback: Callback | None = None,
+    callback: runs.Callback | None = None,
     **options: Any,
 ) -> Any:
     """Trains PPO, or MAPPO where an env has agents, as ``muster train`` does, and returns the `Run`.
@@ -73,34 +123,19 @@ def train(
     if config is None or isinstance(config, Mapping):
         table = dict(config or {})
     elif isinstance(config, (str, os.PathLike)):
-        table = read_run_file(Path(config))
+        table = read_run_file(Path(config), OF_FILES)
     elif isinstance(config, PPOConfig):
         table = asdict(config)
     else:
         raise ConfigError("config", "a dict of options, a PPOConfig, or the path of a TOML file", config)
     named = {"env": env, "run_dir": run_dir, "seed": seed, "policy": policy}
     table |= {**options, **{name: one for name, one in named.items() if one is not None}}
-    run, objects = table.get("resume"), dict[str, Any]()
-    settled = plan_of(Path(run)).names if isinstance(run, (str, os.PathLike)) else {}
-
-    def name(place: str, one: Any) -> str:
-        if isinstance(one, str):
-            return one
-        if not callable(one):
-            raise ConfigError(place, "a name, or something that can be called", one)
-        objects[place] = one
-        before = settled.get(place, "")
-        return before if "<" in before else name_of(one)  # what no name leads to is what is handed over for it
-
-    log = table.get("log", ())
-    if any(map(callable, log if isinstance(log, (list, tuple)) else [log])):
-        raise ConfigError("log", "names, such as csv and module:function; a function itself is callback=", log)
-    if around := table.pop("wrappers", table.pop("wrapper", ())):
-        around = [around] if isinstance(around, str) or callable(around) else around
-        table["wrapper"] = tuple(name(f"wrappers[{i}]", one) for i, one in enumerate(around))
-    table |= {place: name(place, table[place]) for place in ("env", "policy") if place in table}
-    values = values_in(table, [name for name in OPTIONS if name not in ("config", "resume_or_begin")])
-    if not _is_json(kwargs := values.get("env_kwargs", {})):
+    values, objects = _with_names(table)
+    try:
+        is_json = json.loads(json.dumps(kwargs := dict(values.get("env_kwargs", {})))) == kwargs
+    except (TypeError, ValueError):
+        is_json = False
+    if not is_json:
         expected = (
             "values that JSON has, for runs that go on; a function of a module that builds the others, as env=, leads "
             "there again; functools.partial(make_env, ...) has to be handed over again"
@@ -108,15 +143,128 @@ def train(
         raise ConfigError("env_kwargs", expected, kwargs)
     if "seeds" in values and isinstance(own := objects.get("policy"), nn.Module):
         raise ConfigError("policy", "with seeds a function, which makes a network for each run", type_name(own))
-    order = order_of(values, objects)
-    ended = order.carry_out(callback)
+    ended = order_of(values, objects).carry_out(callback)
     raise_again(ended.stopped)
     found = [Run(path, objects) for path in ended.paths]
-    return found[0] if order.seeds is None else found
+    return found if "seeds" in values else found[0]
 
 
-def _is_json(kwargs: Mapping[str, Any]) -> bool:
-    try:
-        return bool(json.loads(json.dumps(dict(kwargs))) == kwargs)
-    except (TypeError, ValueError):
-        return False
+def _with_names(table: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checked values, with names in the place of objects; and these, by the fields of `TrainingPlan`."""
+    run = table.get("resume")
+    settled = plan_of(Path(run)).names if isinstance(run, (str, os.PathLike)) else {}
+
+    def name(place: str, one: Any) -> str:
+        if isinstance(one, str):
+            return one
+        if not callable(one):
+            raise ConfigError(place, "a name, or something that can be called", one)
+        before = settled.get(place, "")
+        return before if "<" in before else name_of(one)  # what no name leads to is what is handed over for it
+
+    around = _several(table.pop("wrappers", table.pop("wrapper", ())))
+    given = {name: table[name] for name in ("env", "policy") if name in table}
+    objects: dict[str, Any] = {place: one for place, one in given.items() if not isinstance(one, str)}
+    if not all(isinstance(one, str) for one in around):
+        objects["wrappers"] = tuple(absolute_name(one) if isinstance(one, str) else one for one in around)
+    table |= {place: name(place, one) for place, one in given.items()}
+    if around:
+        table["wrapper"] = tuple(name(f"wrappers[{i}]", one) for i, one in enumerate(around))
+    if "log" in table:
+        log = table["log"] = _several(table["log"])
+        if any(map(callable, log)):
+            raise ConfigError("log", "names, such as csv and module:function; a function itself is callback=", log)
+    return values_in(table, OF_CALLS), objects
+
+
+def _several(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+@dataclass(frozen=True)
+class TrainingOrder:
+    """A plan, and what to do by it. learning_rate: as for `runs.train`."""
+
+    plan: TrainingPlan
+    options: TrainOptions
+    learning_rate: float | None = None
+
+    def carry_out(self, callback: runs.Callback | None = None) -> runs.Ended:
+        """Trains, and says on stdout how it goes. Raises what envs and the callback raise, and as `runs.train`."""
+        plan, options, console = self.plan, self.options, run_console()
+        if options.seeds is not None:
+            return train_seeds(plan, options.seeds, console, run_dir=options.run_dir, callback=callback)
+        with plan.trusting(options.resume, options.trust, unused=()):
+            if options.resume:  # only now, as the folder has named loggers; a new run is refused before its first env
+                require_login(plan.run.log)
+            return runs.train(
+                plan,
+                console,
+                run_dir=options.resume or options.run_dir,
+                resume=options.resume is not None,
+                may_be_done=options.resume_or_begin,
+                learning_rate=self.learning_rate,
+                callback=callback,
+            )
+
+
+def order_of(values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingOrder:
+    """What values of the options order, by their names. objects: fields of the plan, for names in the values.
+
+    Raises ConfigError, and what envs raise.
+    """
+    options = options_of(TrainOptions, values)
+    if options.run_dir is not None:
+        require_local(options.run_dir)
+    named = {name: absolute_name(values[name]) for name in ("env", "policy") if name in values}
+    listed = {name: tuple(map(absolute_name, values[name])) for name in ("wrapper", "log") if name in values}
+    values = {**values, **named, **listed}
+    if options.resume is not None:
+        return _to_go_on(options, values, objects)
+    if options.env is None:
+        raise ConfigError("env", "named, such as CartPole-v1, unless resume names a run to go on with", None)
+    run, (made, collectors) = options_of(RunOptions, values), makers_of(values)
+    require_login(run.log)
+    of_env = (options.env_kwargs, values.get("wrapper", ()))
+    plan = replace(TrainingPlan(values["env"], PPOConfig(), "", *of_env, made, run, collectors), **objects)
+    alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
+    alone |= {"env_kwargs": dict(options.env_kwargs), "wrappers": plan.around}
+    with open_envs(plan.made_from, 1, **alone) as probe:  # its spaces decide, too
+        preset = preset_of(probe, values["env"])
+    if not preset.agents and (of_agents := [name for name in fields_of(AgentsOptions) if name in values]):
+        expected = f"left out, as it is for envs with agents, and {options.env} has one agent alone"
+        raise ConfigError(of_agents[0], expected, values[of_agents[0]])
+    kind = MAPPOConfig if preset.agents else PPOConfig
+    plan = replace(plan, config=options_of(kind, {**preset.config, **values}), preset=preset.name)
+    return TrainingOrder(plan, options)
+
+
+def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingOrder:
+    """The plan that the run was started with, changed by what a run may change; the rest may be said again."""
+    run = options.resume
+    assert run is not None
+    plan = plan_of(run)
+    config = asdict(plan.config)
+    before = {"env": plan.env, "env_kwargs": plan.env_kwargs, "wrapper": plan.wrappers, **config}
+    before |= {"num_collectors": plan.collectors.get("num_collectors"), "init_from": plan.run.init_from}
+    # What a name led to may lie elsewhere by now.
+    moved = [name for name in ("env", "policy") if leads_nowhere(before[name])]
+    for name in before:
+        if name not in (*CHANGES, *moved) and values.get(name, before[name]) != before[name]:
+            raise ConfigError(name, f"{before[name]!r}, which the run in {run} has settled", values[name])
+    if options.seeds is not None:
+        raise ConfigError("seeds", "left out with resume, which goes on with a single run", options.seeds)
+    if options.run_dir is not None and options.run_dir.resolve() != run.resolve():
+        raise ConfigError("run_dir", f"left out with resume: {run} goes on in its own folder", str(options.run_dir))
+    before = {**plan.options, **plan.collectors}
+    if "cluster" in values and values["cluster"] is None:  # what is of the cluster goes with it
+        before = {name: value for name, value in before.items() if name not in ("nodes", "working_dir")}
+    made, collectors = makers_of({**before, **values})
+    if "cluster" in collectors:
+        needing = "The run's collectors are on a Ray cluster; --cluster none goes on here, and there this machine needs"
+        require(needing, "muster-rl[ray]", "ray")
+    changed: dict[str, Any] = {"config": options_of(type(plan.config), {**config, **values})}
+    changed |= {"options": made, "collectors": collectors, "given": set(values)}
+    changed |= {"run": options_of(RunOptions, {**asdict(plan.run), **values}), "env": values.get("env", plan.env)}
+    rate = values.get("learning_rate")  # without one that is asked for, the rate that the run had reached
+    return TrainingOrder(replace(plan, **{**changed, **objects}), options, rate)
