@@ -20,7 +20,7 @@ from muster.errors import ConfigError, UsageError, printable_lines
 from muster.extras import bound_spinning, imports_for, require
 from muster.pool.worker_process import ignore_user_signals
 from muster.recipes.named import find_here
-from muster.training.stopping import StopSignals
+from muster.training.stopping import STOPS, StopSignals
 from muster.training.values import near
 
 EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train", "plot": "train"}  # by command
@@ -50,35 +50,33 @@ def run(words: Sequence[str]) -> int:
     command = f"muster {name}".rstrip()
     with StopSignals() as stop:
         try:
-            return stop.call(lambda: _run(words, name, command))
-        except KeyboardInterrupt as error:
-            stop.caused(error)
-            say_error(f"{command}: stopped by {stop.name}")
-            return 128 + int(stop.number or signal.SIGINT)
+            return stop.call(lambda: _run(words, name))
+        except HelpShown:
+            return 0
+        except (*REPORTED, KeyboardInterrupt) as error:
+            if isinstance(error, STOPS) and stop.caused(error):
+                say_error(f"{command}: stopped by {stop.name}")
+                return SIGNALLED + int(stop.number or signal.SIGINT)
+            return report(command, error)
 
 
-def _run(words: Sequence[str], name: str, command: str) -> int:
-    try:
-        with warnings.catch_warnings():
-            # Gymnasium's, two lines for an older id than its newest; where it has gone, the error says so.
-            warnings.filterwarnings("ignore", ".*is out of date", DeprecationWarning)
-            if words and words[0] == "--version":
-                print(muster.__version__, flush=True)
-                return 0
-            if not name:
-                return overview(words)
-            require("this command needs", f"muster-rl[{EXTRAS[name]}]", "rich")  # every command prints by it
-            status = COMMANDS[name](words[1:])
-            try:
-                sys.stdout.flush()  # what cannot be printed is an error, too
-            except OSError as error:
-                failed = report(command, error)
-                return status or failed
-            return status
-    except HelpShown:
-        return 0
-    except REPORTED as error:
-        return report(command, error)
+def _run(words: Sequence[str], name: str) -> int:
+    with warnings.catch_warnings():
+        # Gymnasium's, two lines for an older id than its newest; where it has gone, the error says so.
+        warnings.filterwarnings("ignore", ".*is out of date", DeprecationWarning)
+        if words and words[0] == "--version":
+            print(muster.__version__, flush=True)
+            return 0
+        if not name:
+            return overview(words)
+        require("this command needs", f"muster-rl[{EXTRAS[name]}]", "rich")  # every command prints by it
+        status = COMMANDS[name](words[1:])
+        try:
+            sys.stdout.flush()  # what cannot be printed is an error, too
+        except OSError as error:
+            failed = report(f"muster {name}", error)
+            return status or failed
+        return status
 
 
 def overview(words: Sequence[str]) -> int:
@@ -114,7 +112,7 @@ def evaluate(words: Sequence[str]) -> int:
         from muster.training import runs
     from muster.training.console import run_console
     from muster.training.film import require_filmable
-    from muster.training.run_envs import start_run_envs
+    from muster.training.run_envs import open_run_envs
     from muster.training.run_policy import load_policy
 
     options = EvalOptions(**Parser("muster eval", (EvalOptions,)).read(words))
@@ -129,11 +127,11 @@ def evaluate(words: Sequence[str]) -> int:
         if options.video is not None:
             require("--video needs", "muster-rl[train]", "av")
             require_filmable(options.video)
-        with start_run_envs(plan, console, min(plan.config.num_envs, options.episodes)) as envs:
-            stopped = runs.evaluate_run(policy, envs, console, episodes=options.episodes, **played)
-        if options.video is not None and stopped is None:
-            stopped = runs.film_run(policy, console, options.video, **played)
-    return 0 if stopped is None else SIGNALLED + stopped
+        with open_run_envs(plan, min(plan.config.num_envs, options.episodes)) as envs:
+            runs.evaluate_run(policy, envs, console, episodes=options.episodes, **played)
+        if options.video is not None:
+            runs.film_run(policy, console, options.video, **played)
+    return 0
 
 
 def plot(words: Sequence[str]) -> int:

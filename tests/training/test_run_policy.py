@@ -208,7 +208,7 @@ def damaged(config: dict[str, Any], folder: Path, name: str) -> None:
         ("no spaces", "says nothing of spaces; muster train --resume writes them"),
         ("odd spaces", "{'kind': 'Sequence'} describes no space"),
         ("other spaces", "checkpoint.safetensors is not that of the run in config.json: RuntimeError"),
-        ("no PPO", "is not that of a run of this version of Muster, by PPO or MAPPO"),
+        ("no PPO", "is not as this version of muster train writes it: look at 'algorithm'"),
         ("a list", "it holds a list, not a dict"),
         ("other state", "is not that of the run in config.json: KeyError: 'policy'"),
     ],

@@ -21,7 +21,7 @@ _OF_STREAMS = (*DISK_FULL, errno.EPIPE, errno.EIO, errno.EBADF)
 _UNKNOWN = (gym.error.NameNotFound, gym.error.NamespaceNotFound)
 
 
-def report(command: str, error: Exception) -> int:
+def report(command: str, error: BaseException) -> int:
     """Prints one of REPORTED on stderr, after the traceback of an env that raised. Returns the exit status."""
     if isinstance(error, OSError) and (broken := about_stdout(error)) is not None:
         if broken:
@@ -33,7 +33,7 @@ def report(command: str, error: Exception) -> int:
     return MISUSED if isinstance(error, (ConfigError, RecipeError)) else FAILED
 
 
-def _said_of(error: Exception) -> str:
+def _said_of(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         return error.naming(option_of(error.option)) if error.expected else str(error)
     if isinstance(error, gym.error.Error):

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
@@ -67,11 +66,9 @@ class TrainingDisplay:
     """
 
     def __init__(self, console: Console, total_steps: int, *, steps: int = 0) -> None:
-        self._console = console
-        self._total_steps = total_steps
-        self._recent = deque([(time.monotonic(), steps)])
+        self._console, self._total_steps, self._begun_at = console, total_steps, steps
         self._printed_at = time.monotonic()
-        self._evaluated: float | None = None
+        self._evaluation = ""
         self._line = Progress(
             BarColumn(bar_width=None, complete_style="blue", finished_style="green"),
             TextColumn("{task.description}"),
@@ -79,36 +76,37 @@ class TrainingDisplay:
             transient=True,
             # Only ``update`` draws the line: a thread that draws would take time from the training.
             auto_refresh=False,
+            speed_estimate_period=RECENT_S,
+            get_time=time.monotonic,
             expand=True,
             disable=not console.is_terminal,
         )
-        self._task = self._line.add_task("collecting the first rollout", total=total_steps)
+        self._task = self._line.add_task("collecting the first rollout", total=total_steps, completed=steps)
+        self._line.advance(self._task, 0)  # from here its speed counts
 
     def update(self, steps: int, mean_return: float, *, evaluated: float | None = None) -> None:
         """Shows the state after ``steps`` env steps; mean_return may be nan.
 
         evaluated: the mean return of an evaluation, shown until the next one.
         """
-        self._evaluated = self._evaluated if evaluated is None else evaluated
-        evaluation = "" if self._evaluated is None else f" (eval {format_return(self._evaluated)})"
-        now = time.monotonic()
-        self._recent.append((now, steps))
-        while len(self._recent) > 2 and now - self._recent[0][0] > RECENT_S:
-            self._recent.popleft()
-        since, steps_then = self._recent[0]
-        speed = (steps - steps_then) / max(now - since, 1e-9)
+        if evaluated is not None:
+            self._evaluation = f" (eval {format_return(evaluated)})"
+        self._line.update(self._task, completed=steps)
+        (task,) = self._line.tasks
+        # Rich has none where an iteration takes longer than what is recent.
+        speed = task.speed or (steps - self._begun_at) / max(task.elapsed or 0, 1e-9)
         parts = (
             f"{steps:{len(f'{self._total_steps:,}')},}/{self._total_steps:,} steps",
             f"{speed:7,.0f} steps/s",
-            f"return {format_return(mean_return):>6}{evaluation}",
+            f"return {format_return(mean_return):>6}{self._evaluation}",
             f"{format_seconds(max(self._total_steps - steps, 0) / speed):>4} left",
         )
         if self._console.is_terminal:
-            has_room = self._evaluated is None or self._console.width >= ROOM
+            has_room = not self._evaluation or self._console.width >= ROOM
             styled = f"{parts[0]}  " + f"[dim]{parts[1]}[/]  " * has_room + f"[bold]{parts[2]}[/]  [dim]{parts[3]}[/]"
-            self._line.update(self._task, completed=steps, description=styled, refresh=True)
-        elif now - self._printed_at >= PLAIN_EVERY_S:
-            self._printed_at = now
+            self._line.update(self._task, description=styled, refresh=True)
+        elif time.monotonic() - self._printed_at >= PLAIN_EVERY_S:
+            self._printed_at = time.monotonic()
             self._console.print("  ".join(parts), soft_wrap=True)
 
     def __enter__(self) -> TrainingDisplay:

@@ -13,7 +13,7 @@ from muster.algorithms.on_policy import OnPolicy, seed_of
 from muster.rollout.evaluation import STEPS_PER_EPISODE, NoEpisodeEnded, evaluate
 from muster.training.checkpoints import Evaluation
 from muster.training.plan import TrainingPlan
-from muster.training.run_envs import RunEnvs, start_run_envs
+from muster.training.run_envs import RunEnvs, open_run_envs
 
 
 class Evaluations:
@@ -67,5 +67,5 @@ def evaluations_of(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console) -> 
     count = min(plan.config.num_envs, episodes)
     # Never in the training's process: that may have the one instance already that a library allows.
     apart: dict[str, Any] = {"caller_steps": False} if "caller_steps" in plan.options else {}
-    with start_run_envs(plan, console, count, **apart) as envs:
+    with open_run_envs(plan, count, **apart) as envs:
         yield Evaluations(ppo, envs, console, every=every, episodes=episodes)

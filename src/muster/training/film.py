@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
-import secrets
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from muster.errors import UsageError
 from muster.extras import imports_for
 from muster.spaces.masks import MASK
 from muster.training.run_envs import RunEnvs
-from muster.training.run_folder import naming, write_named
+from muster.training.run_folder import write_named
 from muster.vector.vector_env import VectorEnv
 
 _FRAMES_PER_SECOND = 30  # where the env's metadata say nothing
@@ -23,71 +24,63 @@ Frame = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 
 
 def require_filmable(path: Path) -> None:
-    """Makes the folder of ``path``. Raises UsageError, or OSError, where no film can be written there."""
-    aside, film, _ = _begun(path, _FRAMES_PER_SECOND)
-    film.close()
-    aside.unlink(missing_ok=True)
+    """Makes the folder of ``path``. Raises UsageError where no film can be written there."""
+    _begun(path, _FRAMES_PER_SECOND)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; choose the name of a file that ends in .mp4")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path.parent} cannot be written to; choose another folder for the film")
 
 
-def film_episode(
-    envs: RunEnvs, policy: Callable[..., Any], path: Path, *, seed: int, max_steps: int | None = None
-) -> int:
+def film_episode(envs: RunEnvs, policy: Callable[..., Any], path: Path, *, seed: int, max_steps: int) -> int:
     """Writes an episode as H.264 in the container that the suffix of ``path`` names; returns its number of frames.
 
     The film is at ``path`` once it is whole.
 
     envs: one env, with ``autoreset_mode="disabled"``, whose ``render_mode`` is "rgb_array".  policy: observations
     [1, *obs_shape] to actions, as a `RunPolicy`; with memory it returns its state besides, and is given it.
-    max_steps: after which the film ends even if the episode has not; None for no limit.
+    max_steps: after which the film ends even if the episode has not.
 
     Raises UsageError where the env renders no frames, and for a suffix that is no film's; ImportError without PyAV.
     """
     frames = _frames(envs, policy, seed, max_steps)
     first = next(frames)
-    aside, film, stream = _begun(path, round(envs.metadata.get("render_fps") or _FRAMES_PER_SECOND))
+    content, film, stream = _begun(path, round(envs.metadata.get("render_fps") or _FRAMES_PER_SECOND))
     import av
 
     height, width = (size - size % 2 for size in first.shape[:2])  # H.264 has even sizes
     count = 0
-    try:
-        with naming(path, aside=aside), film:
-            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"  # what browsers play
-            for frame in itertools.chain([first], frames):
-                count += 1
-                picture = np.ascontiguousarray(frame[:height, :width])
-                film.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-            film.mux(stream.encode())
-        write_named(path, aside.read_bytes())
-    finally:
-        aside.unlink(missing_ok=True)
+    with film:
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"  # what browsers play
+        for frame in itertools.chain([first], frames):
+            count += 1
+            picture = np.ascontiguousarray(frame[:height, :width])
+            film.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        film.mux(stream.encode())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_named(path, content.getvalue())
     return count
 
 
-def _begun(path: Path, rate: int) -> tuple[Path, Any, Any]:
-    """A file beside ``path``, of its suffix, with the film and its stream of frames that are open in it."""
+def _begun(path: Path, rate: int) -> tuple[io.BytesIO, Any, Any]:
+    """A file in memory, with a film and its stream of frames that are open in it."""
     with imports_for("Films need", "muster-rl[train]", "av"):
         import av
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; choose the name of a file that ends in .mp4")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.absolute().with_name(f".{secrets.token_hex(8)}-{path.name}")
+    content: Any = io.BytesIO()
+    content.name = path.name  # by which FFmpeg chooses the container
     try:
-        with naming(path, aside=aside):
-            # A new file, no link. And av has no word for a folder that cannot be written to.
-            aside.touch(exist_ok=False)
-            film = av.open(str(aside), "w")
-        return aside, film, film.add_stream("libx264", rate=rate)
+        film = av.open(content, "w")
+        return content, film, film.add_stream("libx264", rate=rate)
     except ValueError as error:
-        aside.unlink(missing_ok=True)
-        said = getattr(error, "strerror", None) or error  # FFmpeg's own errors name the file aside, too
-        raise UsageError(f"{path} cannot be written as a film: {said}. Choose a name that ends in .mp4") from None
+        raise UsageError(f"{path} cannot be written as a film: {error}. Choose a name that ends in .mp4") from None
 
 
-def _frames(envs: RunEnvs, policy: Callable[..., Any], seed: int, max_steps: int | None) -> Iterator[Frame]:
+def _frames(envs: RunEnvs, policy: Callable[..., Any], seed: int, max_steps: int) -> Iterator[Frame]:
     obs, infos = envs.reset(seed=seed)
     state: list[Any] = []
     yield _rendered(envs)
-    for _ in itertools.count() if max_steps is None else range(max_steps):
+    for _ in range(max_steps):
         asks = (MASK,) if isinstance(envs, VectorEnv) else (MASK, "alive")
         asked = {"masks" if key == MASK else key: infos[key] for key in asks if key in infos}
         found = policy(obs, *state, **asked)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,18 @@ from muster.training.run_folder import METRICS, read_columns, reading, replace_f
 OF_GROUPS = ("#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
 Rows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 INK, MUTED, LINE, GOAL = "#1f2937", "#6b7280", "#2563eb", "#059669"
+STYLE: Any = {
+    "figure.figsize": (9, 5), "figure.dpi": 160, "figure.facecolor": "white", "savefig.dpi": "figure",
+    "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.15,
+    "figure.constrained_layout.h_pad": 0.12,
+    "axes.titlelocation": "left", "axes.titlecolor": INK, "axes.titlesize": 13, "axes.titleweight": "bold",
+    "axes.titlepad": 12, "axes.labelcolor": MUTED, "axes.edgecolor": "#d1d5db", "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e5e7eb", "grid.linewidth": 0.8,
+    "xtick.color": MUTED, "ytick.color": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
+    "legend.frameon": False, "legend.labelcolor": MUTED, "legend.fontsize": 9,
+    "text.parse_math": False,  # a name with two $ in it is no formula
+}  # fmt: skip
 
 
 class Picture:
@@ -28,35 +39,18 @@ class Picture:
     """
 
     def __init__(self, title: str) -> None:
-        with imports_for("Plots need", "muster-rl[train]", "matplotlib"), _any_backend():
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
+        with imports_for("Plots need", "muster-rl[train]", "matplotlib"):
+            from matplotlib import rc_context
             from matplotlib.figure import Figure
-            from matplotlib.layout_engine import ConstrainedLayoutEngine
             from matplotlib.ticker import EngFormatter, MaxNLocator
-        layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
-
-        class ShownFigure(Figure):
-            """A figure that notebooks show, whatever their backend."""
-
-            def _repr_png_(self) -> bytes:
-                file = io.BytesIO()
-                self.savefig(file, format="png")
-                return file.getvalue()
-
-        self.figure = ShownFigure(figsize=(9, 5), dpi=160, facecolor="white", layout=layout)
-        FigureCanvasAgg(self.figure)
-        axes = self.axes = self.figure.add_subplot()
-        axes.set_title(printable(title), loc="left", color=INK, fontsize=13, weight="bold", pad=12, parse_math=False)
-        axes.set_xlabel("env steps", color=MUTED)
-        axes.set_ylabel("return", color=MUTED)
+        self._styled = partial(rc_context, STYLE)
+        with self._styled():
+            self.figure: Any = Figure()
+            axes = self.axes = self.figure.add_subplot()
+            axes.set(title=printable(title), xlabel="env steps", ylabel="return")
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=MUTED, length=0)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
-        axes.spines["bottom"].set_color("#d1d5db")
+        vars(self.figure)["_repr_png_"] = self.content  # notebooks show it, whatever their backend
 
     def draw(self, steps: Any, values: Any, low: Any, high: Any, *, color: str, label: str, band: str | None) -> None:
         """A curve [R] in its band, with its last value beside it. band: the band's label, None for none."""
@@ -76,37 +70,28 @@ class Picture:
         """The figure, with a legend of what was drawn."""
         handles, _ = self.axes.get_legend_handles_labels()
         if handles and not self.figure.legends:  # below the curves, wherever these go
-            columns = min(len(handles), 3)
-            style: dict[str, Any] = {"frameon": False, "labelcolor": MUTED, "fontsize": 9}
-            for label in self.figure.legend(loc="outside lower center", ncols=columns, **style).get_texts():
-                label.set_parse_math(False)  # a name with two $ in it is no formula
+            with self._styled():
+                self.figure.legend(loc="outside lower center", ncols=min(len(handles), 3))
         return self.figure
+
+    def content(self, kind: str = "png") -> bytes:
+        """The picture as a file has it."""
+        file = io.BytesIO()
+        self.finished().savefig(file, format=kind)
+        return file.getvalue()
 
     def save(self, path: Path, write: Callable[[Path, bytes], None] = write_named) -> None:
         """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown."""
-        self.finished()
-        file = io.BytesIO()
         try:
-            self.figure.savefig(file, format=path.suffix[1:] or "png")
+            content = self.content(path.suffix[1:] or "png")
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
-        write(path, file.getvalue())
+        write(path, content)
 
 
 def as_written(number: str) -> str:
     """The number with the minus sign that the axes have."""
     return number.replace("-", "\N{MINUS SIGN}")
-
-
-@contextmanager
-def _any_backend() -> Iterator[None]:
-    """Imports matplotlib whatever MPLBACKEND says: a notebook's is refused outside of it, and pictures need none."""
-    backend = os.environ.pop("MPLBACKEND", None)
-    try:
-        yield
-    finally:
-        if backend is not None:
-            os.environ["MPLBACKEND"] = backend
 
 
 def plot_learning_curve(run: Path, plot_path: Path, *, title: str, goal: float | None = None) -> None:

@@ -16,7 +16,6 @@ from muster.training.plan import plan_of
 from muster.training.run_folder import read_columns
 from muster.training.run_policy import RunPolicy
 from muster.training.runs import film_run
-from muster.training.stopping import raise_again
 
 
 class Run:
@@ -55,7 +54,7 @@ class Run:
         Raises UsageError where the env renders no frames, and ImportError without PyAV.
         """
         to = self.path / "film.mp4" if path is None else Path(path)
-        raise_again(film_run(self.policy, run_console(), to, seed=seed, max_steps=max_steps))
+        film_run(self.policy, run_console(), to, seed=seed, max_steps=max_steps)
         return to
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from muster.training.film import film_episode
 from muster.training.loggers import Loggers, lagging, log_film
 from muster.training.picture import drawn, plot_learning_curve
 from muster.training.plan import TrainingPlan
-from muster.training.run_envs import RunEnvs, recipe_of, start_run_envs, start_said, state_of
+from muster.training.run_envs import RunEnvs, open_run_envs, recipe_of
 from muster.training.run_folder import (
     BEST,
     CHECKPOINT,
@@ -49,7 +49,6 @@ from muster.training.run_networks import adopt, plain_of, require_sizes, start_o
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 
-Result = TypeVar("Result")
 Callback = Callable[[dict[str, float]], Any]
 """Gets the metrics of each iteration, by the columns of metrics.csv; what returns False ends the run."""
 
@@ -64,25 +63,20 @@ class Ended(NamedTuple):
 
 
 @contextmanager
-def start_algorithm(plan: TrainingPlan, console: Console) -> Iterator[OnPolicy[Any]]:
+def start_algorithm(plan: TrainingPlan) -> Iterator[OnPolicy[Any]]:
     """The plan's PPO or MAPPO. Its envs, in workers or in collectors, are closed at the end."""
+    kind: Any = MAPPO if isinstance(plan.config, MAPPOConfig) else PPO
+    besides: dict[str, Any] = {"config": plan.config, "policy": plan.network, "device": plan.run.device}
     if not plan.collectors:
-        with start_run_envs(plan, console) as envs:
-            yield _algorithm(envs, plan)
+        with open_run_envs(plan) as envs:
+            yield kind(envs, **besides)
         return
-    collectors = {**plan.options, **plan.collectors, "make_vec_options": {**recipe_of(plan, {}), **state_of(plan)}}
+    collectors = {**plan.options, **plan.collectors, "make_vec_options": recipe_of(plan, {})}
     nodes, folder = collectors.pop("nodes", None), collectors.pop("working_dir", None)
     if "cluster" in collectors:
         collectors["cluster"] = RayCluster(nodes=nodes, runtime_env={"working_dir": folder} if folder else None)
-    with start_said(console, plan.config.num_envs, plan.options):
-        algorithm = _algorithm(plan.made_from, plan, collectors=collectors)
-    with algorithm:
+    with kind(plan.made_from, **besides, collectors=collectors) as algorithm:
         yield algorithm
-
-
-def _algorithm(envs: Any, plan: TrainingPlan, **options: Any) -> OnPolicy[Any]:
-    config, own, options = plan.config, plan.network, {**options, "device": plan.run.device}
-    return MAPPO(envs, config, own, **options) if isinstance(config, MAPPOConfig) else PPO(envs, config, own, **options)
 
 
 def train(
@@ -113,7 +107,7 @@ def train(
         require_sizes(run_dir, plan.config)
     origin = None if resume else plan.run.init_from
     start = None if origin is None else start_of(Path(origin))
-    with start_algorithm(plan, console) as ppo:
+    with start_algorithm(plan) as ppo:
         anew = None if start is None else adopt(ppo, *start)
         path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
         with evaluations_of(ppo, plan, console) as evaluations, RunFolder(path, resume=resume) as folder:
@@ -170,11 +164,10 @@ def _print_header(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console, *, r
 
 def evaluate_run(
     policy: RunPolicy, envs: RunEnvs, console: Console, *, episodes: int, seed: int, max_steps: int | None
-) -> signal.Signals | None:
+) -> None:
     """Prints returns and lengths of whole episodes that a run's policy plays; statistics stay as in the checkpoint.
 
     max_steps: as for `evaluate`; None for `STEPS_PER_EPISODE` for each episode.
-    Returns the signal that ended it before, if one did.
     """
     most_steps = episodes * STEPS_PER_EPISODE if max_steps is None else max_steps
     with console.status(f"playing {episodes} episodes") as status:
@@ -183,18 +176,14 @@ def evaluate_run(
             status.update(f"playing {episodes} episodes: {ended} ended, {steps:,} steps taken")
 
         options: dict[str, Any] = {"episode_info": policy.plan.config.episode_info, "on_progress": show}
-        play = partial(evaluate, envs, policy, episodes=episodes, seed=seed, max_steps=most_steps, **options)
-        played = _unless_stopped(play, console)
-    if isinstance(played, signal.Signals):
-        return played
-    returns = played.means
+        played = evaluate(envs, policy, episodes=episodes, seed=seed, max_steps=most_steps, **options)
+    returns, groups = played.means, slots_of(policy.groups) if len(policy.groups) > 1 else {}
     title = f"{escape(policy.plan.name)}, {policy.plan.algorithm} after {policy.steps:,} steps"
     console.print(f"[italic]{title}[/]", soft_wrap=True)  # as the table's title it would be as narrow as that
-    table = Table(show_header=False)
     actions = "drawn from the policy" if policy.sample else "the likeliest"
     left_out = episodes - len(returns)
     ended = f"{len(returns)} of {episodes}" if left_out else f"{episodes}"
-    groups = slots_of(policy.groups) if len(policy.groups) > 1 else {}
+    table = Table(show_header=False)
     for name, text in {
         "mean return": f"{returns.mean():,.1f}, deviation {returns.std():,.1f}",
         **{f"that of {escape(group)}": f"{played.returns[:, at].mean():,.1f}" for group, at in groups.items()},
@@ -211,22 +200,16 @@ def evaluate_run(
             "of these figures, which favours short episodes.[/]",
             soft_wrap=True,
         )
-    return None
 
 
-def film_run(
-    policy: RunPolicy, console: Console, path: Path, *, seed: int, max_steps: int | None
-) -> signal.Signals | None:
+def film_run(policy: RunPolicy, console: Console, path: Path, *, seed: int, max_steps: int | None) -> None:
     """Films an episode that a run's policy plays in an env of the run, and says where the film lies.
 
-    path, max_steps, and what it raises: as for `film_episode`. Returns as `evaluate_run`.
+    path, max_steps, and what it raises: as for `film_episode`.
     """
     rendering: dict[str, Any] = {"env_kwargs": {"render_mode": "rgb_array"}, "autoreset_mode": "disabled"}
-    with start_run_envs(policy.plan, console, 1, **rendering) as envs:
-        film = partial(film_episode, envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
-        frames = _unless_stopped(film, console)
-    if isinstance(frames, signal.Signals):
-        return frames
+    with open_run_envs(policy.plan, 1, **rendering) as envs:
+        frames = film_episode(envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
     console.print(f"Filmed an episode of {frames - 1:,} steps: {escape(str(path))}", soft_wrap=True)
     if "wandb" in policy.plan.run.log and policy.trust:
         try:
@@ -235,16 +218,6 @@ def film_run(
             console.print(f"The film is not in wandb: {escape(str(error))}", soft_wrap=True)
     elif "wandb" in policy.plan.run.log:
         console.print("It stays here: to send it to wandb, where the folder has the run logged, say --trust.")
-    return None
-
-
-def _unless_stopped(call: Callable[[], Result], console: Console) -> Result | signal.Signals:
-    """What the call returns, or the signal that ended it, which is said."""
-    with StopSignals() as stop:
-        try:
-            return stop.call(call)
-        except STOPS as error:
-            return stop.said(error, console.print)
 
 
 def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate: float | None) -> float:

@@ -16,7 +16,6 @@ from muster.training.comparison import compare_runs, interquartile_mean, interva
 from muster.training.picture import drawn, read_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_folder import CHECKPOINT, new_folder, require_none
-from muster.training.stopping import STOPS, StopSignals
 
 
 def train_seeds(
@@ -34,19 +33,16 @@ def train_seeds(
     for seed in seeds:
         require_none(parent / f"seed{seed}")
     begun: list[Path] = []
-    with StopSignals() as stop:
-        try:
-            for seed in seeds:
-                begun.append(parent / f"seed{seed}")
-                one = replace(plan, config=replace(plan.config, seed=seed))
-                ended = stop.call(partial(runs.train, one, console, run_dir=begun[-1], callback=callback))
-                if ended.stopped is not None:
-                    return runs.Ended(begun, ended.stopped)
-        except STOPS as error:
-            stop.said(error, console.print)
-        finally:
-            _print_result([run for run in begun if (run / CHECKPOINT).exists()], parent, console)
-    return runs.Ended(begun, stop.number)
+    try:
+        for seed in seeds:
+            begun.append(parent / f"seed{seed}")
+            one = replace(plan, config=replace(plan.config, seed=seed))
+            stopped = runs.train(one, console, run_dir=begun[-1], callback=callback).stopped
+            if stopped is not None:
+                return runs.Ended(begun, stopped)
+    finally:
+        _print_result([run for run in begun if (run / CHECKPOINT).exists()], parent, console)
+    return runs.Ended(begun, None)
 
 
 def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None:

@@ -37,7 +37,7 @@ with imports_for(
     )
     from muster.training.presets import preset_of
     from muster.training.run import Run
-    from muster.training.run_envs import open_envs
+    from muster.training.run_envs import FOR_SEVERAL, open_envs
     from muster.training.run_folder import require_local
     from muster.training.seeds import train_seeds
     from muster.training.stopping import raise_again
@@ -74,7 +74,6 @@ OPTIONS = {name: kind for kind in KINDS for name in fields_of(kind)}
 OF_FILES = {name: kind for name, kind in OPTIONS.items() if kind is not TrainOptions or name in fields_of(NamedEnv)}
 OF_CALLS = {name: kind for name, kind in OPTIONS.items() if name not in ("config", "resume_or_begin")}
 CHANGES = ("total_steps", "learning_rate", "episode_info")  # what PPO may do otherwise in a run that goes on
-FOR_SEVERAL = ("num_workers", "caller_steps")  # options that one env alone cannot have
 
 
 def train(

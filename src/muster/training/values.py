@@ -87,7 +87,8 @@ def _read_yaml(text: str) -> dict[str, Any]:
     try:
         table = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(" ".join(str(error).split())) from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        raise ConfigError(f"{problem}" + (f" (line {mark.line + 1})" if mark else "")) from None
     if not isinstance(table, dict):
         raise ConfigError(f"it holds no names with values, as in num_envs: 8, but {type(table).__name__}")
     return {str(key): value for key, value in table.items()}
