@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import errno
 import json
 import re
 import signal
@@ -26,7 +25,7 @@ from muster import load_policy
 from muster import train as train_run
 from muster.errors import ConfigError, UsageError
 from muster.training.checkpoints import packed, read_checkpoint
-from muster.training.run_folder import GrowingFile, RunFolder
+from muster.training.run_folder import RunFolder
 from slow import slow
 
 
@@ -177,26 +176,6 @@ def test_metrics_that_cannot_be_opened_end_no_run_and_keep_no_checkpoint_out(tmp
     assert read_checkpoint(run)["steps"] == 384
     assert len(list((run / "checkpoints").iterdir())) == 6
     assert capsys.readouterr().out.count("The training goes on, and tries again to save") == 1
-
-
-def test_a_new_column_whose_file_cannot_be_opened_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    opens, fails = GrowingFile.open, [True, True]
-
-    def open_file(file: GrowingFile) -> None:
-        file.close()
-        if fails and fails.pop():
-            raise PermissionError(errno.EACCES, "Permission denied")
-        opens(file)
-
-    with RunFolder(tmp_path / "run") as folder:
-        folder.append_metrics({"steps": 1, "mean_return": 1.0})
-        monkeypatch.setattr(GrowingFile, "open", open_file)
-        for row in ({"steps": 2, "mean_return": 2.0, "score": 5.0}, {"steps": 3, "mean_return": 3.0, "score": 6.0}):
-            with pytest.raises(PermissionError):
-                folder.append_metrics(row)
-        folder.append_metrics({"steps": 4, "mean_return": 4.0, "score": 7.0})
-    assert steps_in(tmp_path / "run") == [1, 2, 3, 4]
-    assert [row["score"] for row in read_metrics(tmp_path / "run")] == ["", "5.0", "6.0", "7.0"]
 
 
 @pytest.mark.parametrize("names", [["steps"], ["mean_return/a"], ["is_success", "success_rate"], ["seconds"]])

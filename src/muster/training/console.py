@@ -46,7 +46,7 @@ class EnduringOutput:
 
 def run_console() -> Console:
     """A console on stdout for what a run says."""
-    return PlainConsole(highlight=False, file=cast(IO[str], EnduringOutput(sys.stdout)))
+    return PlainConsole(highlight=False, soft_wrap=True, file=cast(IO[str], EnduringOutput(sys.stdout)))
 
 
 @contextmanager
@@ -107,7 +107,7 @@ class TrainingDisplay:
             self._line.update(self._task, description=styled, refresh=True)
         elif time.monotonic() - self._printed_at >= PLAIN_EVERY_S:
             self._printed_at = time.monotonic()
-            self._console.print("  ".join(parts), soft_wrap=True)
+            self._console.print("  ".join(parts))
 
     def __enter__(self) -> TrainingDisplay:
         self._line.start()
@@ -140,7 +140,7 @@ def say_restarts(losses: Sequence[Loss], console: Console, *, begun_at: int, num
         reason = next((line.strip() for line in loss.reason.splitlines() if line.strip()), "it is not known why")
         step = begun_at + loss.time * num_envs
         said = f"env {loss.env} was restarted at step {step:,}: {reason}"
-        console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
+        console.print(f"[yellow]{escape(said)}[/]")
     if more := len(losses[SAID_AT_ONCE:]):
         restarts = f"{more} more restart{'s' * (more > 1)} of envs"
         console.print(f"[yellow]{restarts} until step {begun_at + (losses[-1].time + 1) * num_envs:,}[/]")

@@ -54,7 +54,7 @@ class Evaluations:
         return Evaluation(self._ppo.steps, *means, played.figures)
 
     def _say(self, text: str) -> None:
-        self._console.print(f"[yellow]{text}[/]", soft_wrap=True)
+        self._console.print(f"[yellow]{text}[/]")
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class Loggers:
         mark["steps"] = max(mark["steps"], run.step - 1)  # what the server has
         offline = f"wandb sync {Path(run.dir).parent}, once the run has ended"
         where = offline if _OPEN.fullmatch(mark["open"]) else run.url or "disabled"
-        self._console.print(f"[dim]wandb: {escape(str(where))}[/]", soft_wrap=True)
+        self._console.print(f"[dim]wandb: {escape(str(where))}[/]")
         return lambda row: run.log(row, step=int(row["steps"]))
 
     def add(self, row: Mapping[str, float]) -> None:
@@ -118,7 +118,7 @@ class Loggers:
             said = f"the logger {name} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
             then = "metrics.csv has all rows, and this logger is tried again after each checkpoint."
             if name not in self._failed:
-                self._console.print(f"[yellow]{escape(printable(said))}. {then}[/]", soft_wrap=True)
+                self._console.print(f"[yellow]{escape(printable(said))}. {then}[/]")
             self._failed.add(name)
             return False
 
@@ -134,8 +134,6 @@ class Loggers:
         if self._wandb is not None and self._tries("wandb", self._wandb.finish, int(kind is not None)):
             next_row = self._waiting["wandb"][0]["steps"] if self._waiting["wandb"] else self._last + 1
             self._mark("wandb", open="", steps=next_row - 1)
-        if self._calls:
-            self._file.close()
 
 
 def lagging(run: Path, names: Sequence[str], steps: int) -> list[str]:

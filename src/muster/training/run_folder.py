@@ -140,8 +140,8 @@ class RunFolder:
         """Replaces metrics.csv by one of these columns and rows, where what a row lacks is an empty field."""
         table: list[list[Any]] = [columns, *([row.get(name) for name in columns] for row in rows)]
         replace_file(self.metrics_path, _csv(table if columns else []))
-        self._columns, self._kept = columns, []  # before the file is opened, which may fail: its rows are in it
-        self._metrics_file.open()
+        self._columns, self._kept = columns, []
+        self._metrics_file.replaced()
 
     def save_checkpoint(self, content: bytes, name: str = CHECKPOINT) -> None:
         """Saves what `packed` has made of a state as the file ``name``."""
@@ -152,16 +152,12 @@ class RunFolder:
             replace_file(self.path / name, content)
 
     def close(self) -> None:
-        with (
-            Uninterrupted(),
-            ExitStack() as closing,
-        ):  # an interrupt in its queue would keep the events' writer for ever
+        with Uninterrupted(), ExitStack() as closing:  # an interrupt in its queue would keep the events' writer
             if self._lock >= 0:
                 closing.callback(os.close, self._lock)
                 self._lock = -1
             if self._events is not None:
                 closing.callback(self._events.close)
-            closing.callback(self._metrics_file.close)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -197,15 +193,14 @@ def as_word(path: Path) -> str:
 def new_folder(parent: Path, name: str) -> Path:
     """Makes a folder that is called ``name`` (any text, an env id for example), with the time in its name."""
     plain = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    stamp = f"{plain}-{datetime.now():%Y%m%d-%H%M%S}"
     parent.mkdir(parents=True, exist_ok=True)
-    path, number = parent / f"{plain}-{stamp}", 1
-    while True:  # not looked for beforehand: several runs may begin at this moment
+    for number in itertools.count(1):  # not looked for beforehand: several runs may begin at this moment
         with suppress(FileExistsError):
+            path = parent / (stamp if number == 1 else f"{stamp}-{number}")
             path.mkdir()
-            return path
-        number += 1
-        path = parent / f"{plain}-{stamp}-{number}"
+            break
+    return path
 
 
 def require_run(path: Path) -> None:
@@ -380,14 +375,11 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
 
 def write_named(path: Path, content: bytes) -> None:
     """Writes what a user has named: in the place of a file or of a link, but into a pipe, a device or an open fd."""
-    if path.parent.resolve() == Path("/dev") and path.is_symlink():
-        path = path.parent / path.readlink()  # of /dev/stdout, to an fd
-    is_fd = path.parent.resolve() == Path("/dev/fd").resolve() and path.name.isdecimal()
+    is_fd = path.parent.resolve() in (Path("/dev"), Path("/dev/fd").resolve())  # also /dev/stdout
     if not is_fd and (path.is_symlink() or path.is_file() or not path.exists()):
         replace_file(path, content)
         return
-    # An fd as it is: opened anew it would begin at the start, and what is printed later would lie over it.
-    with naming(path), open(int(path.name) if is_fd else path, "wb", closefd=not is_fd) as file:
+    with naming(path), path.open("ab") as file:  # behind what was printed there
         file.write(content)
 
 
@@ -395,16 +387,13 @@ class GrowingFile:
     """A file of a run that grows by whole pieces: what finds no room is kept for the next `write_out`."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._fd = path, -1
+        self._path = path
         # The bytes in the file, and those to come; one attribute, so that no interrupt comes between the two.
-        self._state = 0, b""
-        self.open()
+        self._state = path.stat().st_size, b""
 
-    def open(self) -> None:
-        """Opens the file that has the name now. Raises OSError: then `write_out` opens it."""
-        self.close()
-        self._fd = os.open(self._path, os.O_WRONLY)
-        self._state = os.fstat(self._fd).st_size, self._state[1]
+    def replaced(self) -> None:
+        """Goes on behind the file that has the name now."""
+        self._state = self._path.stat().st_size, self._state[1]
 
     def add(self, piece: bytes) -> None:
         """Adds a piece to what `write_out` writes."""
@@ -413,28 +402,19 @@ class GrowingFile:
 
     def write_out(self) -> None:
         """Writes what was added. Raises OSError, which leaves the file as it was."""
-        if self._fd < 0:
-            self.open()
         size, waiting = self._state
-        try:
-            with naming(self._path):
-                _write_at(self._fd, waiting, size)
-        except OSError:
-            os.ftruncate(self._fd, size)
-            raise
+        with naming(self._path), open(self._path, "r+b", buffering=0) as file:
+            try:
+                _write_at(file.fileno(), waiting, size)
+            except OSError:
+                file.truncate(size)
+                raise
         self._state = size + len(waiting), b""
 
     def sync(self) -> None:
         """Waits until what was written is on the disk. Raises OSError."""
-        if self._fd < 0:
-            self.open()
-        with naming(self._path):
-            os.fsync(self._fd)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        with naming(self._path), open(self._path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def _write_at(file: int, content: bytes | memoryview, start: int) -> None:

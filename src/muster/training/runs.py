@@ -101,7 +101,7 @@ def train(
     if resume and run_dir is not None and (done := _is_done(run_dir, plan, console)):
         if not may_be_done:
             raise UsageError(done)
-        console.print(escape(done), soft_wrap=True)
+        console.print(escape(done))
         return Ended([run_dir], None)
     if resume and run_dir is not None:
         require_sizes(run_dir, plan.config)
@@ -119,7 +119,7 @@ def train(
             _print_header(ppo, plan, console, resume=resume)
             if anew is not None:
                 named = f"; these begin anew: {', '.join(anew)}" if anew else ""
-                console.print(escape(f"It begins with the weights and statistics of {origin}{named}"), soft_wrap=True)
+                console.print(escape(f"It begins with the weights and statistics of {origin}{named}"))
             with Loggers(path, plan.run.log, console, config=config) as loggers:
                 return Ended([path], _train(ppo, plan, folder, console, evaluations, before_s, loggers, callback))
 
@@ -151,10 +151,9 @@ def _print_header(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console, *, r
         f"seed {plan.config.seed}, {plan.config.num_envs} envs on {count} {noun}{'s' * (count > 1)}, "
         f"{threads} thread{'s' * (threads > 1)} of torch, "
         f"{escape(preset)}[/]",
-        soft_wrap=True,
     )
     if sees := getattr(ppo, "critic_sees", ""):
-        console.print(escape(sees), soft_wrap=True)
+        console.print(escape(sees))
     if ppo.schedule.began_again:
         rate = ppo.schedule.at(ppo.steps).learning_rate
         console.print(
@@ -179,7 +178,7 @@ def evaluate_run(
         played = evaluate(envs, policy, episodes=episodes, seed=seed, max_steps=most_steps, **options)
     returns, groups = played.means, slots_of(policy.groups) if len(policy.groups) > 1 else {}
     title = f"{escape(policy.plan.name)}, {policy.plan.algorithm} after {policy.steps:,} steps"
-    console.print(f"[italic]{title}[/]", soft_wrap=True)  # as the table's title it would be as narrow as that
+    console.print(f"[italic]{title}[/]")  # as its title it would be as narrow as the table
     actions = "drawn from the policy" if policy.sample else "the likeliest"
     left_out = episodes - len(returns)
     ended = f"{len(returns)} of {episodes}" if left_out else f"{episodes}"
@@ -193,12 +192,11 @@ def evaluate_run(
         "episodes": f"{ended}, seed {seed}, actions {actions}",
     }.items():
         table.add_row(f"[dim]{name}[/]", text)
-    console.print(table)
+    console.print(table, soft_wrap=False)
     if left_out:
         console.print(
             f"[yellow]{left_out} of {episodes} episodes had not ended when --max-steps was reached. They are left out "
             "of these figures, which favours short episodes.[/]",
-            soft_wrap=True,
         )
 
 
@@ -210,12 +208,12 @@ def film_run(policy: RunPolicy, console: Console, path: Path, *, seed: int, max_
     rendering: dict[str, Any] = {"env_kwargs": {"render_mode": "rgb_array"}, "autoreset_mode": "disabled"}
     with open_run_envs(policy.plan, 1, **rendering) as envs:
         frames = film_episode(envs, policy, path, seed=seed, max_steps=max_steps or STEPS_PER_EPISODE)
-    console.print(f"Filmed an episode of {frames - 1:,} steps: {escape(str(path))}", soft_wrap=True)
+    console.print(f"Filmed an episode of {frames - 1:,} steps: {escape(str(path))}")
     if "wandb" in policy.plan.run.log and policy.trust:
         try:
             log_film(policy.run, path)
         except (UsageError, ImportError) as error:  # such as for a run that was logged offline
-            console.print(f"The film is not in wandb: {escape(str(error))}", soft_wrap=True)
+            console.print(f"The film is not in wandb: {escape(str(error))}")
     elif "wandb" in policy.plan.run.log:
         console.print("It stays here: to send it to wandb, where the folder has the run logged, say --trust.")
 
@@ -229,7 +227,6 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
         if folder.begin_again():
             console.print(
                 f"There is no state to go on from: it begins again. What it had written is in {LOST_METRICS}",
-                soft_wrap=True,
             )
         return 0.0
     with reading(folder.checkpoint_path):
@@ -305,9 +302,9 @@ def _train(
             draw = partial(plot_learning_curve, folder.path, folder.plot_path, title=plan.title, goal=_goal_of(ppo))
             plot = drawn(folder.plot_path, draw)
             if not finished and disk.full is None:
-                console.print(f"What was reached is saved in {escape(str(folder.path))}", soft_wrap=True)
+                console.print(f"What was reached is saved in {escape(str(folder.path))}")
             if ppo.steps < ppo.config.total_steps:
-                console.print(f"To go on: {escape(_command_to_go_on(plan, folder.path))}", soft_wrap=True)
+                console.print(f"To go on: {escape(_command_to_go_on(plan, folder.path))}")
         if disk.full is not None:
             raise disk.full
         _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=checkpoints.best, restarts=restarts)
@@ -350,7 +347,7 @@ class Disk:
             if isinstance(first, OSError) and first.filename is not None:
                 problem = f"{first.filename}: {first.strerror}"
             said = f"{problem}. The training goes on, and tries again to save."
-            self._console.print(f"[yellow]{escape(said)}[/]", soft_wrap=True)
+            self._console.print(f"[yellow]{escape(said)}[/]")
         elif before is not None and self.full is None:
             self._console.print("There is room again: all is saved.")
         if others:
@@ -386,7 +383,7 @@ def _print_result(
     }
     for name, text in lines.items():
         if text is not None:
-            console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
+            console.print(f"[dim]{name:>15}[/]  {text}")
 
 
 def _goal_of(ppo: OnPolicy[Any]) -> float | None:

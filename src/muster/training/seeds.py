@@ -59,4 +59,4 @@ def _print_result(found: Sequence[Path], parent: Path, console: Console) -> None
         "comparison": escape(comparison),
     }
     for name, text in lines.items():
-        console.print(f"[dim]{name:>15}[/]  {text}", soft_wrap=True)
+        console.print(f"[dim]{name:>15}[/]  {text}")
