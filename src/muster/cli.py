@@ -92,13 +92,7 @@ def overview(words: Sequence[str]) -> int:
 
 def train(words: Sequence[str]) -> int:
     """train a policy, or those of agents, and plot the learning curve"""
-    needed = (
-        "torch",
-        "tensordict",
-        "safetensors",
-        "tensorboard",
-        "matplotlib",
-    )  # the last two not until a rollout has been made
+    needed = ("torch", "tensordict", "safetensors", "tensorboard", "matplotlib")
     with imports_for("this command needs", "muster-rl[train]", *needed):
         from muster.command_line.train_plan import training_order
 
@@ -198,15 +192,9 @@ def bench(words: Sequence[str]) -> int:
     with prints_to_stderr():
         env, around = env_named(options.env), list(map(callable_named, options.wrapper))
         with console.status("measuring"):
-            measured = measure(
-                env,
-                options.num_envs,
-                num_workers=options.num_workers,
-                env_kwargs=options.env_kwargs,
-                wrappers=around,
-                rounds=options.rounds,
-                seconds=options.seconds,
-            )
+            names = ("num_workers", "env_kwargs", "rounds", "seconds")
+            how = {name: getattr(options, name) for name in names}
+            measured = measure(env, options.num_envs, wrappers=around, **how)
         if all(one.problem for one in measured):
             raise UsageError(f"{options.env} cannot be stepped: {measured[1].problem}")  # by workers
     if options.json:

@@ -19,6 +19,7 @@ from muster.algorithms import PPO, PPOConfig
 from muster.errors import UsageError
 from muster.training import evaluations
 from muster.training.checkpoints import packed, read_checkpoint
+from muster.training.plan import RunOptions
 
 OPTIONS = ("--backend=serial", "--num-envs=4", "--num-steps=32", "--num-minibatches=1", "--update-epochs=2")
 EVALUATED = ("--eval-every=200", "--eval-episodes=2")
@@ -174,6 +175,8 @@ def test_an_evaluation_that_cannot_be_played_is_an_error_not_one_that_took_too_l
     options = PPOConfig(num_envs=2, num_steps=8, num_minibatches=1)
     with package.make_vec("CartPole-v1", 2, backend="serial", autoreset_mode="same_step") as envs:
         apart = package.make_vec("CartPole-v1", 2, backend="serial", autoreset_mode="same_step")
-        playing = evaluations.Evaluations(PPO(envs, options), apart, Console(), every=1, episodes=2)
+        playing = evaluations.Evaluations(
+            PPO(envs, options), apart, Console(), RunOptions(eval_every=1, eval_episodes=2)
+        )
         with apart, patch.object(apart, "reset", side_effect=UsageError("not now")), pytest.raises(UsageError):
             playing.play()

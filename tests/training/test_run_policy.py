@@ -205,7 +205,7 @@ def damaged(config: dict[str, Any], folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no spaces", "says nothing of spaces; muster train --resume writes them"),
+        ("no spaces", "says nothing of spaces"),
         ("odd spaces", "{'kind': 'Sequence'} describes no space"),
         ("other spaces", "checkpoint.safetensors is not that of the run in config.json: RuntimeError"),
         ("no PPO", "is not as this version of muster train writes it: look at 'algorithm'"),

@@ -46,18 +46,13 @@ def compare_runs(paths: Sequence[Path], plot_path: Path) -> dict[str, int]:
     A folder that holds run folders stands for these. Runs that differ in nothing but the seed are one curve. Raises
     UsageError where there is no run, ImportError without matplotlib.
     """
-    found: dict[str, dict[str, list[Path]]] = {}
-    for path in paths:
-        for run in _runs_in(path):
-            plan = plan_of(run)
-            label = f"preset {plan.preset} {plan.differences()}".rstrip()
-            found.setdefault(plan.name, {}).setdefault(label, []).append(run)
-    groups = {
-        f"{env}, {label}" if len(found) > 1 else label: runs
-        for env, some in found.items()
-        for label, runs in some.items()
-    }
-    plot_comparison(groups, plot_path, title=", ".join(found))
+    plans = {run: plan_of(run) for path in paths for run in _runs_in(path)}
+    envs = dict.fromkeys(plan.name for plan in plans.values())
+    groups: dict[str, list[Path]] = {}
+    for run, plan in plans.items():
+        label = f"preset {plan.preset} {plan.differences()}".rstrip()
+        groups.setdefault(f"{plan.name}, {label}" if len(envs) > 1 else label, []).append(run)
+    plot_comparison(groups, plot_path, title=", ".join(envs))
     return {label: len(runs) for label, runs in groups.items()}
 
 

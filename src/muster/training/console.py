@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
@@ -32,13 +32,18 @@ class EnduringOutput:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with _unheard():
-            self._stream.write(text)
+        self._endures(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with _unheard():
-            self._stream.flush()
+        self._endures(self._stream.flush)
+
+    def _endures(self, call: Callable[..., Any], *text: str) -> Any:
+        try:
+            return call(*text)
+        except OSError as error:
+            if error.errno not in (*DISK_FULL, errno.EIO):  # the last one of a terminal that has gone
+                raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -47,15 +52,6 @@ class EnduringOutput:
 def run_console() -> Console:
     """A console on stdout for what a run says."""
     return PlainConsole(highlight=False, soft_wrap=True, file=cast(IO[str], EnduringOutput(sys.stdout)))
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (*DISK_FULL, errno.EIO):  # the last one of a terminal that has gone
-            raise
 
 
 class TrainingDisplay:

@@ -12,21 +12,21 @@ from rich.console import Console
 from muster.algorithms.on_policy import OnPolicy, seed_of
 from muster.rollout.evaluation import STEPS_PER_EPISODE, NoEpisodeEnded, evaluate
 from muster.training.checkpoints import Evaluation
-from muster.training.plan import TrainingPlan
+from muster.training.plan import RunOptions, TrainingPlan
 from muster.training.run_envs import RunEnvs, open_run_envs
 
 
 class Evaluations:
     """Plays the same episodes whenever an evaluation is due; training goes on as it would without.
 
-    envs: as `evaluations_of` makes them.  every: env steps between two evaluations of ``episodes`` episodes.
+    envs: as `evaluations_of` makes them.  run: has the number of episodes, and how often they are played.
     console: where it is said what went wrong in them.
     """
 
-    def __init__(self, ppo: OnPolicy[Any], envs: RunEnvs, console: Console, *, every: int, episodes: int) -> None:
+    def __init__(self, ppo: OnPolicy[Any], envs: RunEnvs, console: Console, run: RunOptions) -> None:
         self._ppo, self._envs, self._console = ppo, envs, console
-        self._every, self._episodes = every, episodes
-        # Beside those that PPO draws from the same seed, so none of the training's episodes is among these.
+        self._every, self._episodes = run.eval_every or 1, run.eval_episodes
+        # Other ones than PPO draws from the same seed, so that none of the training's episodes is among these.
         self._seed = seed_of(np.random.SeedSequence(ppo.config.seed, spawn_key=(3,)))
 
     def due(self, before: int) -> bool:
@@ -60,12 +60,10 @@ class Evaluations:
 @contextmanager
 def evaluations_of(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console) -> Iterator[Evaluations | None]:
     """The evaluations that the plan asks for, whose envs are closed at the end; None where it asks for none."""
-    every, episodes = plan.run.eval_every, plan.run.eval_episodes
-    if every is None:
+    if plan.run.eval_every is None:
         yield None
         return
-    count = min(plan.config.num_envs, episodes)
     # Never in the training's process: that may have the one instance already that a library allows.
     apart: dict[str, Any] = {"caller_steps": False} if "caller_steps" in plan.options else {}
-    with open_run_envs(plan, count, **apart) as envs:
-        yield Evaluations(ppo, envs, console, every=every, episodes=episodes)
+    with open_run_envs(plan, min(plan.config.num_envs, plan.run.eval_episodes), **apart) as envs:
+        yield Evaluations(ppo, envs, console, plan.run)

@@ -18,24 +18,13 @@ from muster.extras import imports_for
 
 # By the column: CleanRL's name where it has one, else SB3's.
 CHARTS = {
-    "mean_return": "charts/episodic_return",
-    "mean_length": "charts/episodic_length",
-    "steps_per_second": "charts/SPS",
-    "learning_rate": "charts/learning_rate",
-    "policy_loss": "losses/policy_loss",
-    "value_loss": "losses/value_loss",
-    "entropy": "losses/entropy",
-    "approx_kl": "losses/approx_kl",
-    "clip_fraction": "losses/clipfrac",
-    "explained_variance": "losses/explained_variance",
-    "episodes": "rollout/episodes",
-    "restarts": "rollout/restarts",
-    "low_return": "rollout/low_return",
-    "high_return": "rollout/high_return",
-    "eval_return": "eval/mean_reward",
-    "eval_length": "eval/mean_ep_length",
-    "seconds": "time/time_elapsed",
-}
+    "mean_return": "charts/episodic_return", "mean_length": "charts/episodic_length", "steps_per_second": "charts/SPS",
+    "learning_rate": "charts/learning_rate", "policy_loss": "losses/policy_loss", "value_loss": "losses/value_loss",
+    "entropy": "losses/entropy", "approx_kl": "losses/approx_kl", "clip_fraction": "losses/clipfrac",
+    "explained_variance": "losses/explained_variance", "episodes": "rollout/episodes", "restarts": "rollout/restarts",
+    "low_return": "rollout/low_return", "high_return": "rollout/high_return", "eval_return": "eval/mean_reward",
+    "eval_length": "eval/mean_ep_length", "seconds": "time/time_elapsed",
+}  # fmt: skip
 _ROOM = 1 << 16  # bytes that a disk must have for another event file
 
 

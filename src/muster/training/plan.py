@@ -41,22 +41,15 @@ class RunOptions:
         None, "env steps between two evaluations, in envs of their own; the best state is kept; None: none", least=1
     )
     eval_episodes: int = option(
-        10, "whole episodes of an evaluation, the same each time, played by the likeliest actions", least=1
+        10, "whole episodes of an evaluation, the same each time, by likeliest actions", least=1
     )
-    checkpoint_every: int | None = option(
-        None, "env steps between two copies of the checkpoint; None: no copies", least=1
-    )
+    checkpoint_every: int | None = option(None, "env steps between two copies of the checkpoint; None: none", least=1)
     keep: int | None = option(None, "how many of these copies stay, the newest; None: all", least=1)
-    init_from: str | None = option(
-        None, "another run's folder: begin with its weights and statistics where they fit; None: begin anew"
-    )
-    device: str = option(
-        "auto", "what computes: cpu, cuda, cuda:1 or mps; auto: the GPU for images and large networks, else the CPU"
-    )
+    init_from: str | None = option(None, "another run's folder: begin with its weights and statistics where they fit")
+    device: str = option("auto", "cpu, cuda, cuda:1 or mps; auto: the GPU for images and large networks, else the CPU")
     log: tuple[str, ...] = option(
         ("csv", "tensorboard"),
-        "where the metrics go: csv (always), tensorboard, wandb, and module:function or file.py:function, which gets "
-        "each iteration's as a dict",
+        "csv (always), tensorboard, wandb, and module:function or file.py:function, which gets each row as a dict",
     )
 
     def __post_init__(self) -> None:
@@ -194,10 +187,14 @@ class TrainingPlan:
         return {"env": _as_name(self.env), **around, **own}
 
     @property
+    def has_objects(self) -> bool:
+        return self.policy is not None or not all(isinstance(one, str) for one in (self.env, *self.wrappers))
+
+    @property
     def without_objects(self) -> TrainingPlan:
         """The plan as its run's folder has it."""
-        names = self.names
-        return replace(self, env=names.pop("env"), policy=None, wrappers=tuple(map(_as_name, self.wrappers)), given=())
+        wrappers = tuple(map(_as_name, self.wrappers))
+        return replace(self, env=_as_name(self.env), wrappers=wrappers, policy=None, given=())
 
     @cached_property
     def made_from(self) -> Any:
@@ -238,17 +235,14 @@ class TrainingPlan:
 
     def differences(self) -> str:
         """What is not as the preset has it, as ``name=value``; but for what does not change how a run learns."""
-        kind = type(self.config)
-        preset = kind(**preset_named(self.preset).config)
         left_out = ("seed", "total_steps", "episode_info")
-        names = [one.name for one in dataclasses.fields(kind) if one.name not in left_out]
-        values = {name: getattr(self.config, name) for name in names}
-        changed = {name: value for name, value in values.items() if value != getattr(preset, name)}
-        wrappers = ",".join(map(_as_name, self.wrappers))
-        around: dict[str, Any] = {"env_kwargs": dict(self.env_kwargs), "wrapper": wrappers}
-        around["init_from"] = self.run.init_from
-        differing = {name: value for name, value in around.items() if value} | changed
-        return " ".join(f"{name}={_in_words(value)}" for name, value in differing.items())
+        preset = type(self.config)(**preset_named(self.preset).config)
+        values = {name: one for name, one in asdict(self.config).items() if name not in left_out}
+        changed = {name: one for name, one in values.items() if one != getattr(preset, name)}
+        around = {"env_kwargs": dict(self.env_kwargs), "wrapper": ",".join(map(_as_name, self.wrappers))}
+        around |= {"init_from": self.run.init_from or ""}
+        differing = {name: one for name, one in around.items() if one} | changed
+        return " ".join(f"{name}={_in_words(one)}" for name, one in differing.items())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
@@ -275,9 +269,8 @@ class TrainingPlan:
     @property
     def names_code(self) -> bool:
         """Whether the user has named code anew, or handed it over; it may lie in the working directory."""
-        code = {**self.to_dict(), "wrapper": self.to_dict()["wrappers"], "log": self.run.log}
-        given = [code[name] for name in ("env", "wrapper", "policy", "log") if name in self.given]
-        return any(":" in name for names in given for name in ([names] if isinstance(names, str) else names))
+        names = [name for place, name in self.names.items() if place.partition("s[")[0] in self.given]
+        return any(":" in name for name in [*names, *(self.run.log if "log" in self.given else ())])
 
     @property
     def reaching(self) -> dict[str, Any]:

@@ -46,25 +46,20 @@ def facts_in(run: Path, config: PPOConfig) -> TrainingSpaces:
     """The facts of the run's envs. Raises UsageError, also where no memory holds networks for them."""
     path, kept = run / "config.json", read_config(run).get("spaces")
     if not isinstance(kept, Mapping) or not {"observations", "actions"} <= kept.keys():
-        raise UsageError(
-            f"{path} says nothing of spaces; muster train --resume writes them for runs of older versions."
-        )
+        raise UsageError(f"{path} says nothing of spaces, as that of no run of this version of Muster.")
     try:
-        if not isinstance(config, MAPPOConfig):
-            _require_room(path, config, kept["observations"], kept["actions"])
-            return TrainingSpaces(from_plain(kept["observations"]), from_plain(kept["actions"]), None)
-        return _facts_of_agents(path, config, kept)
+        if isinstance(config, MAPPOConfig):
+            return _facts_of_agents(path, config, kept)
+        _require_room(path, config, kept["observations"], kept["actions"])
+        return TrainingSpaces(from_plain(kept["observations"]), from_plain(kept["actions"]), None)
     except UsageError as error:
         raise RunConfigError(f"{path}: {error}") from None
 
 
 def require_sizes(run: Path, config: PPOConfig) -> None:
     """Raises RunConfigError where no memory holds the networks and a rollout of a run that is to go on."""
-    least = {"kind": "Discrete", "n": 1}
-    _require_room(run / "config.json", config, least, least)  # runs of older versions say nothing of spaces
     require_room(run / "config.json", 32 * config.batch_size)  # eight numbers a step, or more
-    if "spaces" in read_config(run):
-        facts_in(run, config)
+    facts_in(run, config)
 
 
 def networks_in(state: Mapping[str, Any], facts: TrainingSpaces, plan: TrainingPlan) -> Network | Networks:

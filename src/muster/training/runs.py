@@ -225,9 +225,7 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
     """
     if not states_in(folder.path):
         if folder.begin_again():
-            console.print(
-                f"There is no state to go on from: it begins again. What it had written is in {LOST_METRICS}",
-            )
+            console.print(f"There is no state to go on from: it begins again. What it had is in {LOST_METRICS}")
         return 0.0
     with reading(folder.checkpoint_path):
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
@@ -316,7 +314,7 @@ def _is_false(said: Any) -> bool:
 
 
 def _command_to_go_on(plan: TrainingPlan, run: Path) -> str:
-    if plan != plan.without_objects:  # which are handed over again
+    if plan.has_objects:  # which are handed over again
         return f"muster.train(..., resume={str(run)!r})"
     trust = " --trust" if plan.reaching else ""  # nobody is asked off a terminal
     return f"muster train --resume {as_word(run)}{trust}"

@@ -53,18 +53,10 @@ class TrainOptions(NamedEnv):
     Example: muster train CartPole-v1 --seed 1
     """
 
-    run_dir: Path | None = option(
-        None,
-        "folder for config, metrics, checkpoint and plot, or with --seeds for those of the runs; a new one in runs/",
-    )
-    seeds: int | None = option(
-        None, "train so many runs, one after the other, from --seed on, and compare them", least=1
-    )
+    run_dir: Path | None = option(None, "folder of the run, or with --seeds of the runs; a new one in runs/")
+    seeds: int | None = option(None, "train so many runs, one after the other, from --seed on; compare them", least=1)
     resume: Path | None = option(None, "resume the run in this folder, up to its --total-steps")
-    resume_or_begin: bool = option(
-        False,
-        "resume the run in --run-dir, or begin it there; the same line each time, for queues of jobs",
-    )
+    resume_or_begin: bool = option(False, "resume the run in --run-dir, or begin it there: a line for queues of jobs")
     config: Path | None = option(None, "TOML or YAML file with the env, and with options by the names below")
     trust: bool = option(False, "with --resume: use the code, paths, cluster and loggers that the run's folder names")
 
@@ -196,15 +188,9 @@ class TrainingOrder:
         with plan.trusting(options.resume, options.trust, unused=()):
             if options.resume:  # only now, as the folder has named loggers; a new run is refused before its first env
                 require_login(plan.run.log)
-            return runs.train(
-                plan,
-                console,
-                run_dir=options.resume or options.run_dir,
-                resume=options.resume is not None,
-                may_be_done=options.resume_or_begin,
-                learning_rate=self.learning_rate,
-                callback=callback,
-            )
+            how: dict[str, Any] = {"resume": options.resume is not None, "may_be_done": options.resume_or_begin}
+            how |= {"run_dir": options.resume or options.run_dir, "learning_rate": self.learning_rate}
+            return runs.train(plan, console, callback=callback, **how)
 
 
 def order_of(values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingOrder:
