@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,25 +198,6 @@ def test_a_run_of_ones_own_env_is_evaluated_and_goes_on_from_anywhere(
     assert json.loads((folder / "r" / "config.json").read_text())["make_vec"] == {"num_workers": 2, "context": "fork"}
 
 
-@pytest.mark.filterwarnings("ignore:env . failed and was replaced")
-def test_envs_that_fail_may_be_replaced_while_it_trains(folder: Path):
-    (folder / "own_env.py").write_text(ENV + FRAGILE)
-    result = muster("train", "own_env:Fragile", *SHORT, "--total-steps", "64", "--on-failure", "restart")
-    assert result.exit_code == 0, result.output
-    assert muster("train", "own_env:Fragile", *SHORT, "--total-steps", "64").exit_code == 1
-
-
-FRAGILE = """
-class Fragile(CartPoleEnv):
-    steps = 0
-    def step(self, action):
-        self.steps += 1
-        if self.steps == 20:
-            raise ArithmeticError("broke")
-        return super().step(action)
-"""
-
-
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
@@ -321,44 +301,9 @@ def test_a_run_folder_that_was_edited_is_refused_in_one_line(
     assert result.stderr.count("\n") == 1
 
 
-def test_a_run_folders_files_that_are_something_else_are_refused_in_one_line(folder: Path, run: Path):
-    shutil.copytree(run, folder / "r")
-    (folder / "r" / "metrics.csv").write_text("a,b\n1,x\n")
-    for command, why in (("plot r", "ValueError"), ("train --resume r --total-steps 99", "KeyError")):
-        result = muster(*command.split())
-        assert result.exit_code == 1
-        assert f"r/metrics.csv is not that of the run in config.json: {why}" in result.stderr
-        assert result.stderr.count("\n") == 1
-    (folder / "r" / "metrics.csv").write_bytes(b"\xff")
-    assert "UnicodeDecodeError" in muster("train", "--resume", "r", "--total-steps", "99").stderr
-    (folder / "r" / "checkpoint.safetensors").write_text("x")
-    result = muster("eval", "r")
-    said = "r/checkpoint.safetensors is no checkpoint of muster train: its header would take 120 bytes"
-    assert result.stderr == f"muster eval: error: {said}\n"
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of CartPole-v1, to be copied."""
     path = tmp_path_factory.mktemp("run") / "r"
     assert muster("train", "CartPole-v1", *SHORT, "--run-dir", str(path)).exit_code == 0
     return path
-
-
-def test_a_traceback_is_shown_for_what_an_env_raises_alone(folder: Path, make_raising: Callable[[str], None]):
-    make_raising("raise ArithmeticError('in the env')")
-    result = muster("train", "own_env:Raising")
-    assert result.exit_code == 1
-    *traceback, last = result.stderr.splitlines()
-    assert last.startswith("muster train: error: env 0 (worker 0, ")
-    assert "ArithmeticError: in the env" in last
-    assert [line for line in traceback if line.startswith("Traceback")] == traceback[:1]
-
-
-@pytest.fixture
-def make_raising(folder: Path) -> Callable[[str], None]:
-    def write(line: str) -> None:
-        code = f"{ENV}\nclass Raising(CartPoleEnv):\n    def __init__(self):\n        {line}\n"
-        (folder / "own_env.py").write_text(code)
-
-    return write

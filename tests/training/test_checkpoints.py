@@ -156,10 +156,3 @@ def test_a_run_that_begins_again_for_want_of_states_keeps_its_metrics(tmp_path: 
     result = muster("train", "--resume", str(run), "--total-steps=128")
     assert (result.exit_code, "What it had written is in metrics.lost.csv" in result.output) == (0, True), result.output
     assert (run / "metrics.lost.csv").read_text() == before
-
-
-def test_a_file_may_say_it(tmp_path: Path):
-    (tmp_path / "run.toml").write_text('checkpoint-every = "0.2k"\nkeep = 1\n')
-    run = tmp_path / "run"
-    train("CartPole-v1", "--run-dir", str(run), "--total-steps", "512", "--config", str(tmp_path / "run.toml"))
-    assert copies(run) == [512]

@@ -235,11 +235,3 @@ def test_wandb_and_yaml_are_imported_only_where_they_are_named():
     )
     done = programs.run("-c", code, imports=programs.TORCH, check=True)
     assert done.stdout.splitlines()[-1] == "found set()"
-
-
-def test_a_folder_of_a_stranger_runs_no_function_of_its_own(folder: Path):
-    result = muster("train", "CartPole-v1", *SIZE, "--total-steps", "64", "--run-dir", "run", "--log", "own_log.py:log")
-    assert result.exit_code == 0, result.output
-    result = muster("train", "--resume", "run", "--total-steps", "128")
-    assert (result.exit_code, "own_log.py:log" in result.stderr) == (2, True)
-    assert [row["steps"] for row in csv_rows(folder / "run")] == [64]

@@ -186,13 +186,6 @@ print("the same")
 """
 
 
-def test_a_game_read_from_its_memory_has_a_preset_without_images():
-    importlib.import_module("ale_py")
-    with muster.make_vec("PongNoFrameskip-v4", 1, backend="serial", env_kwargs={"obs_type": "ram"}) as envs:
-        preset = preset_for(envs.spec, envs.single_observation_space, envs.single_action_space)
-    assert preset.name == "numbers"
-
-
 def test_envs_in_a_presets_wrappers_share_processes_as_they_do_without():
     counts = []
     for wrappers in ((), row("mixed observations").wrappers):
@@ -210,17 +203,6 @@ def test_a_missing_package_of_a_preset_is_named_before_any_env_is_made(monkeypat
     assert "Traceback" not in result.output
 
 
-def test_an_env_with_a_dict_is_trained_evaluated_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "dict_envs.py").write_text(DICT_ENV)
-    monkeypatch.chdir(tmp_path)
-    few = ("--backend", "serial")
-    result = run_muster("train", "dict_envs:Rooms-v0", "--num-envs", "1", "--total-steps", "1", "--run-dir", "r", *few)
-    assert result.exit_code == 0, result.output
-    for arguments in (("eval", "r", "--episodes", "2"), ("train", "--resume", "r", "--total-steps", "300", *few)):
-        result = run_muster(*arguments, "--trust")
-        assert result.exit_code == 0, result.output
-
-
 def test_a_preset_that_is_gone_is_named(tmp_path: Path):
     run = tmp_path / "run"
     run_muster("train", "CartPole-v1", "--total-steps", "1", "--backend", "serial", "--run-dir", str(run))
@@ -229,18 +211,3 @@ def test_a_preset_that_is_gone_is_named(tmp_path: Path):
     result = run_muster("eval", str(run))
     assert result.exit_code == 1
     assert "has no preset 'tea'" in result.output
-
-
-DICT_ENV = """
-import gymnasium as gym, numpy as np
-class Rooms(gym.Env):
-    observation_space = gym.spaces.Dict(at=gym.spaces.Box(-1, 1, (2,), np.float32), key=gym.spaces.Discrete(2))
-    action_space = gym.spaces.Discrete(2)
-    def reset(self, *, seed=None, options=None):
-        self.t = 0
-        return {"at": np.zeros(2, np.float32), "key": 0}, {}
-    def step(self, action):
-        self.t += 1
-        return {"at": np.ones(2, np.float32), "key": int(action)}, 1.0, self.t == 5, False, {}
-gym.register("Rooms-v0", Rooms)
-"""

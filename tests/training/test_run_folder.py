@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
 import re
@@ -32,12 +31,6 @@ def test_metrics_can_be_read_while_the_run_goes_on(tmp_path: Path):
                 {"steps": "10", "mean_return": ""},
                 {"steps": "20", "mean_return": "1.5"},
             ]
-
-
-def test_config_is_json(tmp_path: Path):
-    with RunFolder(tmp_path / "run") as folder:
-        folder.write_config({"env": "CartPole-v1", "target_kl": None})
-        assert json.loads((folder.path / "config.json").read_text()) == {"env": "CartPole-v1", "target_kl": None}
 
 
 def test_checkpoint_is_replaced_as_a_whole(tmp_path: Path):

@@ -7,15 +7,11 @@ import csv
 import json
 import re
 import signal
-import subprocess
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import av
 import gymnasium as gym
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.util import tensor_util
@@ -326,23 +322,6 @@ def test_what_cannot_go_on_says_why(tmp_path: Path):
     assert ((run / "metrics.csv").read_text(), (run / "checkpoint.safetensors").read_bytes()) == before
 
 
-def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path):
-    run = train(tmp_path / "run", "--total-steps", "256")
-    torch.save({"steps": Trap(str(tmp_path / "sprung"))}, run / "checkpoint.safetensors")
-    result = muster("eval", str(run))
-    assert result.exit_code == 1
-    assert "is no checkpoint" in result.output
-    assert not (tmp_path / "sprung").exists()
-
-
-class Trap:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return open, (self.path, "w")
-
-
 @pytest.mark.parametrize("options", [(), ("--normalize-observations", "--normalize-rewards")])
 def test_eval_tells_mean_and_deviation_and_changes_nothing(tmp_path: Path, options: tuple[str, ...]):
     run = train(tmp_path / "run", "--total-steps", "256", *options)
@@ -413,34 +392,9 @@ def test_a_run_whose_picture_fails_is_none_that_fails(tmp_path: Path, capsys: py
     assert "learning curve  warning: it could not be drawn: IsADirectoryError" in capsys.readouterr().out
 
 
-def test_commands_that_are_printed_can_be_pasted(tmp_path: Path):
-    run = train(tmp_path / "my run", "--total-steps", "1")
-    result = muster("train", "CartPole-v1", "--run-dir", str(run))
-    assert f"muster train --resume '{run}'" in result.output
-
-
-def test_the_package_can_be_run_as_a_module():
-    said = subprocess.run([sys.executable, "-m", "muster", "--version"], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == version("muster-rl")
-
-
-def test_eval_of_what_is_no_run(tmp_path: Path):
-    result = muster("eval", str(tmp_path))
-    assert result.exit_code == 1
-    assert "it has no config.json" in result.output
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_pendulum_is_learnt_with_normalisation(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "130000", "--normalize-observations", "--normalize-rewards",
                 env="Pendulum-v1")  # fmt: skip
     assert float(read_metrics(run)[-1]["mean_return"]) > -400  # untrained: about -1,200
-
-
-def test_two_processes_do_not_train_in_one_folder(tmp_path: Path):
-    run = train(tmp_path / "run", "--total-steps", "1", "--num-envs", "2")
-    with RunFolder(run, resume=True):
-        result = muster("train", "--resume", str(run), "--total-steps", "5000")
-        assert result.exit_code == 1
-        assert "another process is training there" in result.output

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import os
-import random
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -97,7 +94,8 @@ def test_it_ends_the_training_wherever_it_comes_and_never_the_saving(tmp_path: P
     assert done.returncode == 0, done.stderr
     exits = json.loads(done.stdout.splitlines()[-1])
     assert exits == {"update": 143, "collect": 143, "write": 143, "workers": 143, "save": 130, "eval": 143, "thread": 0}
-    assert done.stdout.count("Stopped by SIGTERM.") == 5
+    assert done.stdout.count("Stopped by SIGTERM.") == 4
+    assert done.stderr.count("muster eval: stopped by SIGTERM") == 1
     assert done.stdout.count("Stopped by Ctrl-C.") == 1
     folders = [tmp_path / name for name in exits if name != "eval"]
     states = states_of(folders[0], 256)
@@ -254,29 +252,3 @@ for owner, method, how in (
 print(json.dumps(killed))
 print(json.dumps(again))
 """
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("group", [False, True], ids=["one process", "workers, too"])
-def test_killed_at_ten_random_moments(tmp_path: Path, group: bool):
-    moments = random.Random(group)
-    folders = []
-    for attempt in range(10):
-        folder = tmp_path / str(attempt)
-        started = start("train", "CartPole-v1", *SIZE, "--run-dir", str(folder))
-        wait_for_rows(started, folder)
-        time.sleep(moments.uniform(0.0, 0.3))
-        children = psutil.Process(started.pid).children(recursive=True) if group else []
-        for process in moments.sample([*children, started], len(children) + 1):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGTERM)
-        assert "Stopped by SIGTERM." in ended(started, 143)
-        folders.append(folder)
-    states = states_of(folders[0], max(map(steps_saved, folders)) + 64)
-    for folder in folders:
-        assert_whole(folder, states)
-        more = str(steps_saved(folder) + 64)
-        done = run(*MUSTER, "train", "--resume", str(folder), "--total-steps", more)
-        assert done.returncode == 0, done.stderr
-        assert str(steps_saved(folder)) == more
