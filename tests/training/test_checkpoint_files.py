@@ -17,7 +17,7 @@ from torch import nn, optim
 
 from command import muster
 from muster import load_policy
-from muster.errors import UsageError
+from muster.errors import ConfigError
 from muster.training.checkpoints import packed, read_checkpoint
 
 NAME = "checkpoint.safetensors"
@@ -128,9 +128,11 @@ def test_a_checkpoint_of_the_old_form_is_named_with_the_new_one(tmp_path: Path):
     run = tmp_path / "run"
     small = ("--backend=serial", "--num-envs=2", "--num-steps=16", "--num-minibatches=1", "--update-epochs=1")
     assert muster("train", "CartPole-v1", *small, "--total-steps=64", "--run-dir", str(run)).exit_code == 0
-    said = r"^checkpoint 'best\.pt': checkpoints are files of safetensors now\. Say 'best\.safetensors'$"
-    with pytest.raises(UsageError, match=said):
+    said = "checkpoint must be a file of safetensors, such as 'best.safetensors', got 'best.pt'"
+    with pytest.raises(ConfigError, match=f"^{said}$"):
         load_policy(run, checkpoint="best.pt")
+    result = muster("eval", str(run), "--checkpoint=best.pt")
+    assert (result.exit_code, result.stderr) == (2, f"muster eval: error: --{said}\n")
     (run / NAME).rename(run / "checkpoint.pt")
     before = {path: path.read_bytes() for path in run.iterdir()}
     for words in (("eval",), ("train", "--total-steps=96", "--resume"), ("train", "CartPole-v1", "--run-dir")):

@@ -78,11 +78,8 @@ def test_speed_and_time_left_are_those_of_the_last_10_seconds(clock: Clock):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
 )
-def test_seconds_in_words(seconds: float, text: str):
+def test_seconds_in_words_and_returns_with_one_decimal(seconds: float, text: str):
     assert format_seconds(seconds) == text
-
-
-def test_returns_have_one_decimal():
     assert [format_return(value) for value in (1234.56, -1, math.nan)] == ["1,234.6", "-1.0", "none yet"]
 
 

@@ -102,6 +102,8 @@ class Pictures(gym.Env[Any, Any]):
         ("images", spaces.Box(0, 255, (3, 96, 96), np.uint8), spaces.Box(0, 255, (3, 96, 96), np.uint8)),
         ("images", spaces.Box(0, 200, (96, 96, 3), np.uint8), spaces.Box(0, 200, (96, 96, 3), np.uint8)),
         ("images", spaces.Box(0, 255, (2, 96, 96, 3), np.uint8), spaces.Box(0, 255, (2, 96, 96, 3), np.uint8)),
+        ("images", BIG_IMAGE, spaces.Box(0, 255, (84, 84, 3), np.uint8)),
+        ("images", spaces.Box(0, 255, (100, 90), np.uint8), spaces.Box(0, 255, (84, 84), np.uint8)),
     ],
     ids=str,
 )
@@ -131,17 +133,6 @@ def test_mixed_observations_are_trained_on_normalised(space: Any):
         ppo.iterate()
         assert ppo.observations is not None
         assert ppo.observations.moments.count == 32
-
-
-def test_pictures_are_scaled_down():
-    pytest.importorskip("cv2")
-    with muster.make_vec(Pictures, 2, backend="serial", env_kwargs={"observation_space": BIG_IMAGE},
-                         wrappers=row("images").wrappers) as envs:  # fmt: skip
-        assert envs.reset()[0].shape == (2, 84, 84, 3)
-    grey = spaces.Box(0, 255, (100, 90), np.uint8)
-    with muster.make_vec(Pictures, 2, backend="serial", env_kwargs={"observation_space": grey},
-                         wrappers=row("images").wrappers) as envs:  # fmt: skip
-        assert envs.reset()[0].shape == (2, 84, 84)
 
 
 @pytest.mark.parametrize("env_id", ["ALE/Pong-v5", "PongNoFrameskip-v4"])

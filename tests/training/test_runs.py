@@ -124,17 +124,6 @@ def test_figures_of_last_infos_are_columns_charts_and_in_evaluations(tmp_path: P
     assert [row["score"] == "" for row in read_metrics(run)] == [False, False, True]
 
 
-def test_a_run_of_before_last_infos_were_read_goes_on_and_counts_them_from_there(tmp_path: Path):
-    run = train(tmp_path / "run", "--total-steps", "256", "--episode-info", env=f"{__file__}:graded")
-    config, state = json.loads((run / "config.json").read_text()), read_checkpoint(run)
-    del config["episode_info"], state["episodes"]["infos"]
-    (run / "config.json").write_text(json.dumps(config))
-    (run / "checkpoint.safetensors").write_bytes(packed(state))
-    assert "success_rate" not in read_metrics(run)[0]
-    assert muster("train", "--resume", str(run), "--total-steps", "8192", "--trust").exit_code == 0
-    assert 0 <= float(read_metrics(run)[-1]["success_rate"]) <= 1
-
-
 class Late(Graded):
     """Reports its first success in the second rollout, whose row then has a column more."""
 
@@ -262,50 +251,6 @@ def test_a_longer_run_goes_on_from_the_learning_rate_it_had_reached(tmp_path: Pa
     assert longest[4:] == pytest.approx([0.002, 0.001])
     assert "starts at" not in said
     assert json.loads((tmp_path / "run" / "config.json").read_text())["learning_rate"] == 0.002
-
-
-def test_a_row_that_is_not_finite_ends_the_run_with_a_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "glitching.py").write_text(GLITCHING)
-    monkeypatch.chdir(tmp_path)
-    run = tmp_path / "run"
-    (tmp_path / "breaks").touch()
-    command = (
-        "glitching:Glitching-v0",
-        "--num-envs=2",
-        "--total-steps=1500",
-        "--backend=serial",
-        "--run-dir",
-        str(run),
-    )
-    result = muster("train", *command, "--normalize-observations", "--normalize-rewards")
-    assert result.exit_code == 1
-    assert re.search(
-        r"muster train: error: Env \d returned an observation that holds nan in its step 300", result.output
-    )
-    saved = read_checkpoint(run)
-    assert saved["steps"] == steps_in(run)[-1] == 512
-    assert saved["normalizers"]["observations"]["mean"].isfinite().all()
-    (tmp_path / "breaks").unlink()
-    result = muster("train", "--resume", str(run), "--trust")
-    assert result.exit_code == 0, result.output
-    assert all(row["mean_return"] for row in read_metrics(run))
-
-
-GLITCHING = """
-import gymnasium as gym, numpy as np, pathlib
-class Glitching(gym.Env):
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-    total = 0
-    def reset(self, *, seed=None, options=None):
-        self.t = 0
-        return np.zeros(2, np.float32), {}
-    def step(self, action):
-        self.t, self.total = self.t + 1, self.total + 1
-        bad = self.total == 300 and pathlib.Path("breaks").exists()
-        return np.full(2, np.nan if bad else self.t, np.float32), 1.0, self.t == 7, False, {}
-gym.register("Glitching-v0", Glitching)
-"""
 
 
 def test_what_cannot_go_on_says_why(tmp_path: Path):

@@ -263,17 +263,6 @@ def test_a_damaged_state_is_one_line(run: Path, path: tuple[Any, ...], held: Any
     assert f"checkpoint.safetensors is not that of the run in config.json: {said}" in result.stderr
 
 
-def test_a_moment_that_is_one_number_everywhere_is_written_to_as_the_weights_are(run: Path):
-    state = read_checkpoint(run)
-    moments = state["optimizer"]["state"][0]
-    moments["exp_avg"] = torch.zeros(1, 1).expand(moments["exp_avg"].shape)  # its storage has four bytes
-    (run / "checkpoint.safetensors").write_bytes(packed(state))
-    result = muster("train", "--resume", str(run), *GO_ON)
-    assert result.exit_code == 0, result.output
-    moments = read_checkpoint(run)["optimizer"]["state"][0]
-    assert len(moments["exp_avg"].unique()) > 1
-
-
 def written(file: Path, header: dict[str, Any] | bytes, data: bytes = b"", size: int | None = None) -> None:
     """Writes a file of safetensors as its format says. size: of the header, where it is to say another one."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

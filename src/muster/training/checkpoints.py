@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from muster.algorithms.on_policy import OnPolicy
-from muster.errors import UsageError, WrongType, printable
+from muster.errors import ConfigError, UsageError, WrongType, printable
 from muster.training.run_folder import (
     BEST,
     CHECKPOINT,
@@ -101,13 +101,13 @@ def find_checkpoint(run: Path, checkpoint: str | os.PathLike[str] | None) -> tup
     """A checkpoint of the run in the folder ``run``: a folder, and the name of the file there.
 
     checkpoint: the steps or the name of a copy, or another file's name in the folder, such as "best"; with or without
-    .safetensors; or a path. None for the newest. Raises UsageError, which lists what there is.
+    .safetensors; or a path. None for the newest. Raises UsageError, which lists what there is, and ConfigError for .pt.
     """
     if checkpoint is None:
         return run, CHECKPOINT
     name = os.fspath(checkpoint)
     if name.endswith(".pt"):
-        raise UsageError(f"checkpoint {name!r}: checkpoints are files of safetensors now. Say {name[:-3] + SUFFIX!r}")
+        raise ConfigError("checkpoint", f"a file of safetensors, such as {name[:-3] + SUFFIX!r}", name)
     steps = name.replace("_", "")
     names = [*([_name_of(int(steps))] if steps.isdecimal() else []), name, f"{name}{SUFFIX}"]
     for one in (*(f"{COPIES}/{one}" for one in names), *names):

@@ -32,8 +32,8 @@ from muster.training.run_folder import (
     reading,
     replace_file,
 )
+from muster.training.trust import IN_FOLDER
 
-_WRITTEN = ("csv", "tensorboard")  # by the run's folder itself
 LOGGED = "logged.jsonl"  # a line for each time that a logger has come further
 _OPEN = re.compile(r"wandb-[\d-]+/wandb/offline-run-[\w-]+")  # offline records; no other path that a file may name
 
@@ -52,7 +52,7 @@ class Loggers:
         self._run, self._console, self._last, self._sent = run, console, 0, -1
         self._failed = set[str]()
         self._wandb: Any = None
-        self._waiting: dict[str, deque[dict[str, float]]] = {name: deque() for name in names if name not in _WRITTEN}
+        self._waiting: dict[str, deque[dict[str, float]]] = {name: deque() for name in names if name not in IN_FOLDER}
         self._calls: dict[str, Callable[[dict[str, float]], object]]
         self._calls = {name: callable_named(name) for name in self._waiting if name != "wandb"}
         if not self._waiting:
@@ -139,7 +139,7 @@ class Loggers:
 def lagging(run: Path, names: Sequence[str], steps: int) -> list[str]:
     """The loggers of the run in the folder ``run`` that have not received all rows up to ``steps``."""
     marks = _read_marks(run)
-    return [name for name in names if name not in _WRITTEN and marks.get(name, {"steps": 0})["steps"] < steps]
+    return [name for name in names if name not in IN_FOLDER and marks.get(name, {"steps": 0})["steps"] < steps]
 
 
 def log_film(run: Path, film: Path) -> None:

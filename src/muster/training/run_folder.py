@@ -145,11 +145,10 @@ class RunFolder:
 
     def save_checkpoint(self, content: bytes, name: str = CHECKPOINT) -> None:
         """Saves what `packed` has made of a state as the file ``name``."""
-        try:
-            self._metrics_file.sync()  # no checkpoint is to be there without its rows, unless they cannot be written
-        finally:
-            (self.path / name).parent.mkdir(exist_ok=True)
-            replace_file(self.path / name, content)
+        with suppress(OSError):  # no checkpoint is to be there without its rows, unless they cannot be written
+            self._metrics_file.sync()
+        (self.path / name).parent.mkdir(exist_ok=True)
+        replace_file(self.path / name, content)
 
     def close(self) -> None:
         with Uninterrupted(), ExitStack() as closing:  # an interrupt in its queue would keep the events' writer

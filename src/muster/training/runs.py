@@ -341,10 +341,7 @@ class Disk:
             except Exception as error:
                 others.append(error)
         if before is None and self.full is not None:
-            first, problem = self.full, str(self.full).rstrip(".")
-            if isinstance(first, OSError) and first.filename is not None:
-                problem = f"{first.filename}: {first.strerror}"
-            said = f"{problem}. The training goes on, and tries again to save."
+            said = f"{str(self.full).rstrip('.')}. The training goes on, and tries again to save."
             self._console.print(f"[yellow]{escape(said)}[/]")
         elif before is not None and self.full is None:
             self._console.print("There is room again: all is saved.")
