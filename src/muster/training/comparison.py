@@ -5,17 +5,15 @@ The interquartile mean and its interval are those of Agarwal et al. 2021 (arXiv:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from muster.errors import UsageError
-from muster.training.picture import LINE, OF_GROUPS, Picture, read_curve
+from muster.training.picture import Picture, read_curve
 from muster.training.plan import plan_of
 
-COLORS = (LINE, *OF_GROUPS)
 RESAMPLES = 2_000
 POINTS = 200  # of a drawn curve
 
@@ -72,7 +70,7 @@ def plot_comparison(groups: Mapping[str, Sequence[Path]], plot_path: Path, *, ti
     Raises ImportError without matplotlib.
     """
     picture = Picture(title)
-    for color, (label, paths) in zip((COLORS * math.ceil(len(groups) / len(COLORS))), groups.items(), strict=False):
+    for label, paths in groups.items():
         curves = [curve for curve in map(read_curve, paths) if len(curve)]
         if not curves:
             continue
@@ -83,7 +81,7 @@ def plot_comparison(groups: Mapping[str, Sequence[Path]], plot_path: Path, *, ti
         several = f", {len(curves)} seeds" if len(curves) > 1 else ""
         if several:
             picture.axes.set_ylabel("return: interquartile mean of the seeds, in its 95 % interval")
-        picture.draw(steps, interquartile_mean(returns), low, high, color=color, label=label + several, band=None)
+        picture.draw(steps, interquartile_mean(returns), low, high, label=label + several, band=None)
     if not picture.axes.lines:
         picture.say("no episode has ended yet")
     picture.save(plot_path)

@@ -103,7 +103,7 @@ class TrainingDisplay:
             self._line.update(self._task, description=styled, refresh=True)
         elif time.monotonic() - self._printed_at >= PLAIN_EVERY_S:
             self._printed_at = time.monotonic()
-            self._console.print("  ".join(parts))
+            self._console.print("  ".join(parts), soft_wrap=True)
 
     def __enter__(self) -> TrainingDisplay:
         self._line.start()

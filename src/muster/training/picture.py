@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,21 +14,8 @@ from muster.errors import UsageError, printable
 from muster.extras import imports_for
 from muster.training.run_folder import METRICS, read_columns, reading, replace_file, write_named
 
-OF_GROUPS = ("#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
 Rows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
-INK, MUTED, LINE, GOAL = "#1f2937", "#6b7280", "#2563eb", "#059669"
-STYLE: Any = {
-    "figure.figsize": (9, 5), "figure.dpi": 160, "figure.facecolor": "white", "savefig.dpi": "figure",
-    "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.15,
-    "figure.constrained_layout.h_pad": 0.12,
-    "axes.titlelocation": "left", "axes.titlecolor": INK, "axes.titlesize": 13, "axes.titleweight": "bold",
-    "axes.titlepad": 12, "axes.labelcolor": MUTED, "axes.edgecolor": "#d1d5db", "axes.axisbelow": True,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
-    "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e5e7eb", "grid.linewidth": 0.8,
-    "xtick.color": MUTED, "ytick.color": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
-    "legend.frameon": False, "legend.labelcolor": MUTED, "legend.fontsize": 9,
-    "text.parse_math": False,  # a name with two $ in it is no formula
-}  # fmt: skip
+MUTED, GOAL = "#6b7280", "#059669"
 
 
 class Picture:
@@ -40,10 +26,10 @@ class Picture:
 
     def __init__(self, title: str) -> None:
         with imports_for("Plots need", "muster-rl[train]", "matplotlib"):
-            from matplotlib import rc_context
+            from matplotlib import style
             from matplotlib.figure import Figure
             from matplotlib.ticker import EngFormatter, MaxNLocator
-        self._styled = partial(rc_context, STYLE)
+        self._styled = partial(style.context, Path(__file__).with_suffix(".mplstyle"))
         with self._styled():
             self.figure: Any = Figure()
             axes = self.axes = self.figure.add_subplot()
@@ -52,14 +38,15 @@ class Picture:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         vars(self.figure)["_repr_png_"] = self.content  # notebooks show it, whatever their backend
 
-    def draw(self, steps: Any, values: Any, low: Any, high: Any, *, color: str, label: str, band: str | None) -> None:
-        """A curve [R] in its band, with its last value beside it. band: the band's label, None for none."""
-        axes, label = self.axes, printable(label)
-        axes.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0, label=band)
-        axes.plot(steps, values, color=color, linewidth=2.2, solid_capstyle="round", label=label)
-        axes.plot(steps[-1:], values[-1:], "o", color=color, markersize=6, clip_on=False, zorder=5)
-        axes.annotate(as_written(f"{values[-1]:,.1f}"), (steps[-1], values[-1]), (9, 0), textcoords="offset points",
-                      color=color, weight="bold", va="center", annotation_clip=False)  # fmt: skip
+    def draw(self, steps: Any, values: Any, low: Any, high: Any, *, label: str, band: str | None) -> None:
+        """A curve [R] of the next colour in its band, with its last value. band: the band's label, None for none."""
+        with self._styled():
+            (line,) = self.axes.plot(steps, values, label=printable(label))
+        color = line.get_color()
+        self.axes.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0, label=band)
+        self.axes.plot(steps[-1:], values[-1:], "o", color=color, markersize=6, clip_on=False, zorder=5)
+        self.axes.annotate(as_written(f"{values[-1]:,.1f}"), (steps[-1], values[-1]), (9, 0), color=color,
+                           textcoords="offset points", weight="bold", va="center", annotation_clip=False)  # fmt: skip
 
     def say(self, text: str) -> None:
         """Shows a text in the place of curves."""
@@ -113,13 +100,11 @@ def learning_curve(run: Path, *, title: str, goal: float | None = None) -> Pictu
     curve = _curve(run, columns, "mean_return", "low_return", "high_return")
     if len(curve):
         steps, mean, low, high = curve.T
-        label, band = "mean of the last 100 episodes", "10th to 90th percentile"
-        picture.draw(steps, mean, low, high, color=LINE, label=label, band=band)
-        of_groups = [name for name in columns if name.startswith("mean_return/") and name.count("/") == 1]
-        for color, name in zip(itertools.cycle(OF_GROUPS), of_groups, strict=False):
-            steps_of, means = _curve(run, columns, name).T
-            label = f"mean of {name.partition('/')[2]}"
-            picture.draw(steps_of, means, means, means, color=color, label=label, band=None)
+        picture.draw(steps, mean, low, high, label="mean of the last 100 episodes", band="10th to 90th percentile")
+        for name in columns:
+            if name.startswith("mean_return/") and name.count("/") == 1:
+                steps_of, means = _curve(run, columns, name).T
+                picture.draw(steps_of, means, means, means, label=f"mean of {name.partition('/')[2]}", band=None)
         picture.axes.set_xlim(0, steps[-1])
         if goal is not None:
             label = as_written(f"solved: {goal:,g}")

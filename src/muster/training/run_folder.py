@@ -374,11 +374,14 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
 
 def write_named(path: Path, content: bytes) -> None:
     """Writes what a user has named: in the place of a file or of a link, but into a pipe, a device or an open fd."""
-    is_fd = path.parent.resolve() in (Path("/dev"), Path("/dev/fd").resolve())  # also /dev/stdout
+    if path.parent.resolve() == Path("/dev") and path.is_symlink():
+        path = path.parent / path.readlink()  # of /dev/stdout, to an fd
+    is_fd = path.parent.resolve() == Path("/dev/fd").resolve() and path.name.isdecimal()
     if not is_fd and (path.is_symlink() or path.is_file() or not path.exists()):
         replace_file(path, content)
         return
-    with naming(path), path.open("ab") as file:  # behind what was printed there
+    # An fd as it is: opened anew it would begin at the start, and what is printed later would lie over it.
+    with naming(path), open(int(path.name) if is_fd else path, "wb", closefd=not is_fd) as file:
         file.write(content)
 
 

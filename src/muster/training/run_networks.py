@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,31 +82,20 @@ def networks_in(state: Mapping[str, Any], facts: TrainingSpaces, plan: TrainingP
     return Network(network, statistics)
 
 
-def start_of(run: Path) -> tuple[Path, TrainingSpaces, dict[str, Any]]:
-    """The run, the facts of its envs, and its newest state, for `adopt`. Raises ConfigError."""
-    with _naming_init_from():
-        return run, facts_in(run, plan_of(run).config), read_checkpoint(run)
-
-
-def adopt(algorithm: OnPolicy[Any], run: Path, facts: TrainingSpaces, state: Mapping[str, Any]) -> list[str]:
-    """Has the algorithm begin as `OnPolicy.adopt` says, with the state of ``run``, and returns what that does.
+def adopt(algorithm: OnPolicy[Any], run: Path) -> list[str]:
+    """Has the algorithm begin as `OnPolicy.adopt` says, with the newest state of ``run``, and returns what that does.
 
     Raises ConfigError where nothing fits, and for other spaces; only the bounds of Boxes and the agents may be others.
     """
-    own, other = (_layout({name: plain_of(of)[name] for name in SPACES}) for of in (algorithm.facts, facts))
-    if own != other:
-        here, there = (
-            " ".join(f"{of.observation_space} and {of.action_space}".split()) for of in (algorithm.facts, facts)
-        )
-        raise ConfigError("init_from", f"a run of the spaces {here}", f"{run}, of {there}")
-    with _naming_init_from(), reading(run / CHECKPOINT):
-        return algorithm.adopt(state)
-
-
-@contextmanager
-def _naming_init_from() -> Iterator[None]:
     try:
-        yield
+        facts, state = facts_in(run, plan_of(run).config), read_checkpoint(run)
+        both = (algorithm.facts, facts)
+        own, other = (_layout({name: plain_of(of)[name] for name in SPACES}) for of in both)
+        if own != other:
+            here, there = (" ".join(f"{of.observation_space} and {of.action_space}".split()) for of in both)
+            raise ConfigError("init_from", f"a run of the spaces {here}", f"{run}, of {there}")
+        with reading(run / CHECKPOINT):
+            return algorithm.adopt(state)
     except UsageError as error:
         raise ConfigError(f"init_from: {error}") from None
 

@@ -45,7 +45,7 @@ from muster.training.run_folder import (
     reading,
     states_in,
 )
-from muster.training.run_networks import adopt, plain_of, require_sizes, start_of
+from muster.training.run_networks import adopt, plain_of, require_sizes
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 
@@ -106,9 +106,8 @@ def train(
     if resume and run_dir is not None:
         require_sizes(run_dir, plan.config)
     origin = None if resume else plan.run.init_from
-    start = None if origin is None else start_of(Path(origin))
     with start_algorithm(plan) as ppo:
-        anew = None if start is None else adopt(ppo, *start)
+        anew = None if origin is None else adopt(ppo, Path(origin))
         path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
         with evaluations_of(ppo, plan, console) as evaluations, RunFolder(path, resume=resume) as folder:
             before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
