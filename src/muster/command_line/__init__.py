@@ -1,1 +1,1 @@
-"""What the words of a command line stand for, read by argparse. The commands are in muster/cli.py."""
+"""Words of a command line, and the options that they stand for, read by argparse. The commands are in muster/cli.py."""

@@ -72,6 +72,6 @@ class BenchOptions(NamedEnv):
 
     num_envs: int = option(8, "envs stepped at once", least=1)
     num_workers: int | None = option(None, "processes that share the envs; without it as in make_vec", least=1)
-    rounds: int = option(5, "rounds, in each of which every way has its turn", least=1)
+    rounds: int = option(5, "rounds; in each one every way has its turn", least=1)
     seconds: float = option(1.0, "how long a way is measured in a round", least=0.01)
     json: bool = option(False, "print JSON, for programs")

@@ -1,4 +1,4 @@
-"""What `muster doctor` does with its options: the env, the wrappers and the policies are named, and imported here."""
+"""The work of `muster doctor`, from its options: env, wrappers and policies are named, and imported here."""
 
 from __future__ import annotations
 

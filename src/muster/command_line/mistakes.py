@@ -55,7 +55,7 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it stays open, as a stream does
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # names of envs and paths may have letters that ASCII has not
+        sys.stdout.reconfigure(errors="replace")  # names of envs and paths may have letters that ASCII does not have
 
 
 def say_error(text: str) -> None:
@@ -67,7 +67,7 @@ def say_error(text: str) -> None:
 
 
 def about_stdout(error: OSError) -> str | None:
-    """What to say of an error that is stdout's, which takes nothing more then; None for errors of something else.
+    """The sentence for an error that is stdout's, which takes nothing more then; None for errors of something else.
 
     Empty where its reader has gone, as `head` does, and wants to hear no more.
     """

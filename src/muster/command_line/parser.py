@@ -41,7 +41,7 @@ class HelpShown(Exception):
 class Parser:
     """The options of a command.
 
-    command: such as "muster train".  kinds: dataclasses, each field of which is a `muster.arguments.option`. The
+    command: such as "muster train".  kinds: dataclasses of fields that are a `muster.arguments.option` each. The
     docstring of the first begins the help, and the first lines of the others are the titles of groups.
     """
 
@@ -153,7 +153,7 @@ def write_value(value: Any) -> str:
 
 
 def metavar_of(kind: Any) -> str:
-    """What stands for a value of the type `kind` in a command's help."""
+    """The word for a value of the type `kind` in a command's help."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Literal:
         return parts[0] if len(parts) == 1 else "{" + ",".join(parts) + "}"

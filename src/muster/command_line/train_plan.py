@@ -1,4 +1,4 @@
-"""What `muster train` is to do, from its words: the preset first, then ``--config``, then the options."""
+"""The order of `muster train`, from its words: the preset first, then ``--config``, then the options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN_VALUES = "The values below are the algorithms' own; `muster train ENV --help
 
 
 def training_order(words: Sequence[str]) -> TrainingOrder:
-    """What the words order. Raises HelpShown, ConfigError, and what envs raise."""
+    """The order that the words give. Raises HelpShown, ConfigError, and what envs raise."""
     wants_help = any(word in HELP for word in words)
     by_words = PARSER.read([word for word in words if word not in HELP])
     file = by_words.get("config")

@@ -42,7 +42,7 @@ _NUMBERS = range(1 << 32)  # that may be keys: those of an optimizer are
 
 
 class Evaluation(NamedTuple):
-    """What a policy reached in whole episodes, by its likeliest actions."""
+    """Returns and lengths of whole episodes that a policy has played by its likeliest actions."""
 
     steps: int  # of the training, so far
     mean_return: float

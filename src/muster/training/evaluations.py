@@ -30,7 +30,7 @@ class Evaluations:
         self._seed = seed_of(np.random.SeedSequence(ppo.config.seed, spawn_key=(3,)))
 
     def due(self, before: int) -> bool:
-        """Whether the iteration that began after ``before`` steps has reached those of an evaluation."""
+        """True if the iteration that began after ``before`` steps has reached those of an evaluation."""
         return self._ppo.steps // self._every > before // self._every
 
     def play(self) -> Evaluation | None:
@@ -59,7 +59,7 @@ class Evaluations:
 
 @contextmanager
 def evaluations_of(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console) -> Iterator[Evaluations | None]:
-    """The evaluations that the plan asks for, whose envs are closed at the end; None where it asks for none."""
+    """The evaluations that the plan asks for; None where it asks for none. Their envs are closed at the end."""
     if plan.run.eval_every is None:
         yield None
         return

@@ -38,9 +38,9 @@ def film_episode(envs: RunEnvs, policy: Callable[..., Any], path: Path, *, seed:
 
     The film is at ``path`` once it is whole.
 
-    envs: one env, with ``autoreset_mode="disabled"``, whose ``render_mode`` is "rgb_array".  policy: observations
-    [1, *obs_shape] to actions, as a `RunPolicy`; with memory it returns its state besides, and is given it.
-    max_steps: after which the film ends even if the episode has not.
+    envs: one env, with ``autoreset_mode="disabled"`` and ``render_mode="rgb_array"``.  policy: observations
+    [1, *obs_shape] to actions, as a `RunPolicy`; with memory it also returns its state, and is given it.
+    max_steps: after which the film ends even if the episode does not.
 
     Raises UsageError where the env renders no frames, and for a suffix that is no film's; ImportError without PyAV.
     """

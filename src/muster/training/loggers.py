@@ -1,4 +1,4 @@
-"""Where a run's metrics go besides metrics.csv and TensorBoard: to Weights & Biases, and to functions of the user's."""
+"""The loggers of a run, other than metrics.csv and TensorBoard: Weights & Biases, and functions of the user's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Loggers:
     """Hands the rows of a run to its loggers, each row once and in order. For use in a ``with`` block.
 
     A logger takes no row back, so a row waits until a checkpoint holds it. What raises is said once, and gets its rows
-    again after the next checkpoint. A run that goes on hands over what its loggers have not received.
+    again after the next checkpoint. A run that goes on hands over what its loggers lack.
 
     names: as in `RunOptions.log`.  config: what wandb shows of the run.
     Raises what their imports raise, and UsageError where wandb cannot start.
@@ -74,7 +74,7 @@ class Loggers:
     def _start_wandb(self, config: Mapping[str, Any]) -> Callable[[dict[str, float]], object]:
         mark = self._marks.setdefault("wandb", {"steps": 0, "id": secrets.token_hex(4), "open": ""})
         # Records of a run that was killed lack what wandb had not written yet: the next ones have all of their rows.
-        # They stay beside these, under a name that `wandb sync` leaves out: they may have what a callback has logged.
+        # They stay there, under a name that `wandb sync` leaves out: they may have what a callback has logged.
         records = self._run.resolve() / mark["open"]
         if _OPEN.fullmatch(mark["open"]) and records.resolve() == records:  # on no link
             with suppress(FileNotFoundError):
@@ -109,7 +109,7 @@ class Loggers:
                     self._mark(name, steps=reached)
 
     def _tries(self, name: str, call: Callable[..., object], *arguments: Any) -> bool:
-        """Whether the call succeeds; says the first time that one does not."""
+        """Calls, returns True if that succeeds, and says the first time that one does not."""
         try:
             call(*arguments)
             return True
@@ -137,7 +137,7 @@ class Loggers:
 
 
 def lagging(run: Path, names: Sequence[str], steps: int) -> list[str]:
-    """The loggers of the run in the folder ``run`` that have not received all rows up to ``steps``."""
+    """The loggers of the run in the folder ``run`` that lack rows up to ``steps``."""
     marks = _read_marks(run)
     return [name for name in names if name not in IN_FOLDER and marks.get(name, {"steps": 0})["steps"] < steps]
 

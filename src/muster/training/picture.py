@@ -91,7 +91,7 @@ def plot_learning_curve(run: Path, plot_path: Path, *, title: str, goal: float |
 def learning_curve(run: Path, *, title: str, goal: float | None = None) -> Picture:
     """The mean return over env steps of the run in the folder ``run``, in the band of most of the last 100 episodes.
 
-    Where there are several groups of agents, each has a curve without a band besides.
+    With several groups of agents, each also has a curve, without a band.
 
     While no episode has ended the picture says so.  goal: the return that counts as solved, drawn as a line. Raises
     ImportError without matplotlib.

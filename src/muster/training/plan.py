@@ -35,7 +35,7 @@ KNOWN_LOGGERS = (*IN_FOLDER, "wandb")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of a run besides training, also when it is resumed."""
+    """Options of a run apart from training, also when it is resumed."""
 
     eval_every: int | None = option(
         None, "env steps between two evaluations, in envs of their own; the best state is kept; None: none", least=1
@@ -70,7 +70,7 @@ _VEC, _SET = (
 
 @dataclass(frozen=True)
 class MakeVecOptions:
-    """What steps the envs: arguments of `muster.make_vec` that a run may have."""
+    """The steppers of the envs: arguments of `muster.make_vec` that a run may have."""
 
     num_workers: int | Literal["auto"] | None = option(
         _VEC.num_workers,
@@ -132,7 +132,7 @@ _INSTEAD = {"step_timeout": ", which have collect_timeout", "threads_per_worker"
 
 
 def makers_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of `make_vec` and of collectors among the values, as far as they have not the defaults.
+    """The options of `make_vec` and of collectors among the values, as far as they are not the defaults.
 
     Raises ConfigError, also for one of `make_vec` that collectors do not have.
     """
@@ -157,10 +157,10 @@ class TrainingPlan:
 
     env, wrappers: names, as `env_named` and `callable_named` take them, or what was handed over in Python.
     policy: what was handed over for `config.policy`, which has its name then.  env_kwargs: the user's own.
-    preset: the name of the row that the options started from, and whose wrappers are around the env.
-    options: further ones of `make_vec`, as far as they have not its own values.  run: what the run does besides.
-    collectors: `CollectorsOptions` as far as they have not the defaults; empty where workers step the envs.
-    given: the options that the user has named anew, of a run whose folder holds the others.
+    preset: the name of the row that the options started from; its wrappers are around the env.
+    options: further ones of `make_vec`, as far as they are not its defaults.  run: what else the run does.
+    collectors: `CollectorsOptions` as far as they are not the defaults; empty where workers step the envs.
+    given: the options that the user has named anew; the folder of a run that goes on holds the others.
     """
 
     env: Any
@@ -234,7 +234,7 @@ class TrainingPlan:
         return f"{self.name}, {self.algorithm}, seed {self.config.seed}"
 
     def differences(self) -> str:
-        """What is not as the preset has it, as ``name=value``; but for what does not change how a run learns."""
+        """Values other than the preset's, as ``name=value``; but for what does not change how a run learns."""
         left_out = ("seed", "total_steps", "episode_info")
         preset = type(self.config)(**preset_named(self.preset).config)
         values = {name: one for name, one in asdict(self.config).items() if name not in left_out}
@@ -268,13 +268,13 @@ class TrainingPlan:
 
     @property
     def names_code(self) -> bool:
-        """Whether the user has named code anew, or handed it over; it may lie in the working directory."""
+        """True if the user has named code anew, or handed it over; it may lie in the working directory."""
         names = [name for place, name in self.names.items() if place.partition("s[")[0] in self.given]
         return any(":" in name for name in [*names, *(self.run.log if "log" in self.given else ())])
 
     @property
     def reaching(self) -> dict[str, Any]:
-        """What the run has that reaches out of its folder, by the names of config.json's fields."""
+        """The values that reach out of the run's folder, by the names of config.json's fields."""
         fields = self.to_dict()
         for part in _PARTS:
             fields |= {f"{part}.{name}": value for name, value in fields.pop(part).items()}
@@ -295,7 +295,7 @@ class TrainingPlan:
             if place.partition("[")[0] in refused:
                 _found(place, name, str)
         if "env" in refused and is_known_id(self.env):
-            refused["env"] += f", whose {not_installed(self.env)} no installed package has"
+            refused["env"] += f", and no installed package has {not_installed(self.env)}"
         texts = (", ".join(one) if isinstance(one, (list, tuple)) else str(one) for one in refused.values())
         is_code = {"env", "wrappers", "policy"}.issuperset(refused)
         what, does = ("code", "run that code") if is_code else ("what lies outside of it", "reach out of the folder")
@@ -346,7 +346,7 @@ def plan_of(path: Path) -> TrainingPlan:
 
 
 def _found(place: str, one: Any, find: Callable[[str], Any]) -> Any:
-    """What was handed over in a place, or else what ``find`` finds. Raises UsageError where no name leads to it."""
+    """The object that was handed over, or what ``find`` finds. Raises UsageError where no name leads to it."""
     if isinstance(one, str) and "<" in one:  # as `name_of` has it
         again = ", or muster.load_policy(run, policy=...)" if place == "policy" else ""
         raise UsageError(

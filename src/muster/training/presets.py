@@ -1,4 +1,4 @@
-"""What `muster train` starts with, by family of envs: the rows of presets.toml, and which of them fits."""
+"""Presets of `muster train` by family of envs: the rows of presets.toml, and which of them fits."""
 
 from __future__ import annotations
 

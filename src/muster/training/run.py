@@ -1,4 +1,4 @@
-"""What `muster.train` returns: a run in its folder, to be looked at in Python."""
+"""A run in its folder, as `muster.train` returns it, to be looked at in Python."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Run:
 
     @cached_property
     def policy(self) -> RunPolicy:
-        """What was learnt, as `muster.load_policy` gives it."""
+        """The policy that was learnt, as `muster.load_policy` gives it."""
         return RunPolicy(self.path, trust=True, objects=self._objects)
 
     def plot(self) -> Any:

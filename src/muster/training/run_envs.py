@@ -50,7 +50,7 @@ def open_run_envs(
 def recipe_of(
     plan: TrainingPlan, env_kwargs: Mapping[str, Any], wrappers: Sequence[Callable[[Any], Any]] = ()
 ) -> dict[str, Any]:
-    """What `make_vec` makes the plan's envs of, their state where a critic sees it. Raises as `open_run_envs`.
+    """Arguments of `make_vec` for the plan's envs, with their state where a critic sees it. Raises as `open_run_envs`.
 
     env_kwargs, wrappers: as for `open_run_envs`.
     """
@@ -65,5 +65,5 @@ def recipe_of(
 
 
 def open_envs(env: Any, num_envs: int, **options: Any) -> RunEnvs:
-    """Envs, of an id or a factory, as training needs them. Options are those of `make_vec`, whose errors it raises."""
+    """Envs, of an id or a factory, as training needs them. Options are those of `make_vec`. Raises as that."""
     return make_vec(env, num_envs, **{"autoreset_mode": "same_step", **options})

@@ -60,7 +60,7 @@ class RunFolder:
         self.metrics_path, self.checkpoint_path, self.plot_path = path / METRICS, path / CHECKPOINT, path / PLOT
         self._config: dict[str, Any] = {}
         self._columns: list[str] = []
-        self._kept: list[dict[str, Any]] = []  # rows that have not been handed to the file
+        self._kept: list[dict[str, Any]] = []  # rows that the file does not have yet
         self._last_step = -1
         self._events: EventLog | None = None
         if resume:
@@ -255,7 +255,7 @@ def require_local(path: Path) -> None:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether there is a run in the folder that can be gone on with. Raises as `scan`."""
+    """True if there is a run in the folder that can be gone on with. Raises as `scan`."""
     scan(path)
     return (path / CONFIG).is_file() and (path / METRICS).is_file()
 
@@ -299,7 +299,7 @@ def require_none(path: Path) -> None:
 
 
 def _is_early(metrics: bytes) -> bool:
-    """Whether they are those of a run that was killed early: the columns, and one row."""
+    """True for those of a run that was killed early: the columns, and one row."""
     return metrics.count(b"\n") <= 2
 
 
@@ -342,7 +342,7 @@ def read_file(path: Path) -> bytes:
 
 
 def files_in(run: Path, folder: str, names: re.Pattern[str]) -> list[str]:
-    """The sorted names, relative to ``run``, of the files in a folder of the run whose names match.
+    """The sorted names, relative to ``run``, of the files in a folder of the run that match.
 
     folder: relative to ``run``, "" for the run's own.
     """

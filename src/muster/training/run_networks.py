@@ -30,7 +30,7 @@ SPACES = ("observations", "actions")  # among what `plain_of` has
 
 
 def plain_of(facts: TrainingSpaces) -> dict[str, Any]:
-    """What an algorithm knows of its envs, for `facts_in`."""
+    """The facts of an algorithm's envs as JSON has them, for `facts_in`."""
     if not facts.groups:
         return {"observations": to_plain(facts.observation_space), "actions": to_plain(facts.action_space)}
     return {

@@ -100,7 +100,7 @@ class RunPolicy:
 
     @property
     def initial_state(self) -> dict[Any, torch.Tensor] | None:
-        """What the memory of one env begins with, which collectors take from here; None for a policy without memory."""
+        """The memory that one env begins with, which collectors take from here; None for a policy without memory."""
         return self._networks.initial_state
 
     @property

@@ -73,12 +73,12 @@ class StopSignals:
             self._may_raise = False
 
     def save_asked(self) -> bool:
-        """Whether a signal has asked for a save since this was last asked."""
+        """True if a signal has asked for a save since this was last asked."""
         asked, self._save_asked = self._save_asked, False
         return asked
 
     def caused(self, error: BaseException) -> bool:
-        """Whether a signal ended the work. error: one of STOPS; a signal to a whole group may reach workers first."""
+        """True if a signal ended the work. error: one of STOPS; a signal to a whole group may reach workers first."""
         if isinstance(error, KeyboardInterrupt):
             self.number = self.number or signal.SIGINT  # raised by a handler of the program's own
         deadline = time.monotonic() + WITHIN_S

@@ -86,7 +86,7 @@ def train(
 
     env: an env id, ``module:factory``, ``file.py:factory``, or a function or class that makes one env. None with
         ``resume``, where a name leads to the run's env.
-    config: options by their names; a `PPOConfig` or `MAPPOConfig`, all of whose values count; or the path of a TOML
+    config: options by their names; a `PPOConfig` or `MAPPOConfig`, which counts as a whole; or the path of a TOML
         or YAML file.
     run_dir: the run's folder; None for a new one in ``runs/``.
     seed: the same seed gives the same run; None for that of ``config``, or 0.
@@ -194,7 +194,7 @@ class TrainingOrder:
 
 
 def order_of(values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingOrder:
-    """What values of the options order, by their names. objects: fields of the plan, for names in the values.
+    """The order that values of the options give, by their names. objects: fields of the plan, for names in the values.
 
     Raises ConfigError, and what envs raise.
     """

@@ -40,7 +40,7 @@ def reaching(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_known_id(env: str) -> bool:
-    """Whether it is an env id of a known library, which may not be installed."""
+    """True for an env id of a known library, which may not be installed."""
     module, name = split_name(env)
     is_module = all(map(str.isidentifier, module.split("."))) and not module.endswith(".py")
     # A function is called, with arguments from the folder: that of a known library may do anything.
@@ -48,7 +48,7 @@ def is_known_id(env: str) -> bool:
 
 
 def are_words(value: Any) -> bool:
-    """Whether all that JSON holds there are numbers, flags, None, and words that are no path, address or module."""
+    """True if all that JSON holds there are numbers, flags, None, and words that are no path, address or module."""
     left = [value]
     while left:
         one = left.pop()
@@ -65,4 +65,4 @@ JUDGED: Mapping[str, Callable[[Any], bool]] = {
     "run.device": lambda device: re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", device) is not None,
     "run.log": set(IN_FOLDER).issuperset,
 }
-"""Whether a value of the field needs no trust."""
+"""Says for a value of the field if it needs no trust."""
