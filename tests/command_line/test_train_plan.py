@@ -231,6 +231,7 @@ def test_what_no_env_can_be_made_of_is_said(folder: Path, words: str, status: in
         ("num_stesp = 3", "num_stesp is no option of the env or of a run (did you mean num_steps?)"),
         ("run_dir = 'r'", "run_dir is no option of the env or of a run"),
         ("num_steps = 1.5", "num_steps must be a whole number of at least 1, got 1.5"),
+        ('num_steps = "ten"', "num_steps must be a whole number of at least 1, got 'ten'"),
         ("anneal-lr = 1", "anneal-lr must be True or False, got 1"),
         ("env_kwargs = 3", "env_kwargs must be a dict"),
         ("num_steps = [", "cannot be read: Invalid value (at end of document)"),

@@ -280,6 +280,8 @@ def test_several_seeds_are_several_runs(tmp_path: Path):
         ),
         ({"env": Walk, "total_step": 3}, "total_step is no option of the env or of a run (did you mean total_steps?)"),
         ({"env": Walk, "total_steps": "8"}, "total_steps must be a whole number of at least 1, got '8'"),
+        ({"env": Walk, "close_timeout": -1}, "close_timeout must be a number above 0 or None, got -1"),
+        ({"env": Walk, "wrappers": 3}, "wrappers[0] must be a name, or something that can be called, got 3"),
         ({"env": Walk, "num_envs": 0}, "num_envs must be a whole number of at least 1, got 0"),
         (
             {"env": Walk, "critic": "own", "backend": "serial"},

@@ -153,7 +153,7 @@ def _with_names(table: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         before = settled.get(place, "")
         return before if "<" in before else name_of(one)  # what no name leads to is what is handed over for it
 
-    around = _several(table.pop("wrappers", table.pop("wrapper", ())))
+    around = _several(table.pop("wrappers", table.pop("wrapper", None)) or ())
     given = {name: table[name] for name in ("env", "policy") if name in table}
     objects: dict[str, Any] = {place: one for place, one in given.items() if not isinstance(one, str)}
     if not all(isinstance(one, str) for one in around):
