@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import abc
-import functools
-import itertools
 import pickle
 import time
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from gymnasium.envs.registration import EnvSpec
 
 from muster.errors import CannotTravel
 from muster.pickling.kinds import Kind, is_shared, kind_of
 from muster.pickling.probe import PickleAttempt, attempt
 from muster.pickling.remedies import Obstacle, shown_type
-from muster.pickling.walk import Edge, Walk, deepest_trail
+from muster.pickling.walk import Edge, Walk
 
 _MAX_CULPRITS = 10
 _SILENCE_S = 1.0
-# The number of levels from which on the recursion limit is a plausible reason, and how many of them a path shows.
-_DEEP = 100
-_SHOWN_LEVELS = 4
-_DEEPEST_S = 0.5
+_MAKER_S = 0.5
 _ALONE_S = 0.2
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-# Objects that lead from an argument to what it is made of.
-_HOLDERS = (types.FunctionType, types.MethodType, functools.partial, type, abc.ABCMeta, EnvSpec)
 
 
 Severity = Literal["blocks", "silently_wrong"]
@@ -88,7 +77,7 @@ def culprits_in(
             break
         failures.append(another)
         obstacles.append(_obstacle(another, walk, shares))
-    found = [_blocking(failure, one, walk) for failure, one in zip(failures, obstacles, strict=True)]
+    found = [_blocking(failure, one) for failure, one in zip(failures, obstacles, strict=True)]
     blocking = {culprit.path: culprit for culprit in found}
     # What a class or function brings along from its module comes last.
     nearest = sorted(blocking.values(), key=lambda culprit: culprit.path.count("<global>"))
@@ -145,33 +134,17 @@ def _way_to_maker(failure: PickleAttempt, walk: Walk, shares: bool) -> list[Edge
 
     Pickling goes depth first: that object holds, or is, the last one that both pickling and `walk` have reached.
     """
-    deadline = time.monotonic() + _DEEPEST_S
+    deadline = time.monotonic() + _MAKER_S
     trail = next((trail for value in reversed(failure.seen) if (trail := walk.trail(value))), [])
     while trail and time.monotonic() < deadline and not _fails(trail[-1][1], shares):
         trail.pop()
     return trail or [_part_that_fails(walk.parts, shares)]
 
 
-def _blocking(failure: PickleAttempt, one: Obstacle, walk: Walk) -> Culprit:
-    error = failure.error
-    if _is_too_deep(error) and (found := _too_deep(walk.parts)) is not None:
-        return found
+def _blocking(failure: PickleAttempt, one: Obstacle) -> Culprit:
     value = one.trail[-1][1]
     severity: Severity = "silently_wrong" if failure.out_of_time else "blocks"
     return _culprit(one, severity, _reason(failure, value, one.kind))
-
-
-def _too_deep(parts: Mapping[str, Any]) -> Culprit | None:
-    """The culprit that is nested deeper than pickling can follow; None where a __reduce__ makes the depth instead."""
-    steps = deepest_trail(parts, limit_s=_DEEPEST_S)
-    # Not the function that holds the nested objects, but the first of these objects.
-    first = next((i for i, (_, value) in enumerate(steps) if type(value) not in _HOLDERS), 0)
-    if len(steps) - first < _DEEP:
-        return None
-    paths = list(itertools.accumulate(part for part, _ in steps[: first + _SHOWN_LEVELS]))
-    trail = list(zip(paths, (value for _, value in steps), strict=False))[: first + 1]
-    reason = f"it is nested too deeply to be pickled: at least {len(steps) - first:,} levels"
-    return _culprit(Obstacle(trail, None), "blocks", reason, f"{paths[-1]}...")
 
 
 def _part_that_fails(parts: Mapping[str, Any], shares: bool) -> tuple[str, Any]:
@@ -188,10 +161,9 @@ def _silently_wrong(one: Obstacle) -> Culprit:
     return _culprit(one, "silently_wrong", one.kind.reason)
 
 
-def _culprit(one: Obstacle, severity: Severity, reason: str, path: str = "") -> Culprit:
-    """The culprit at the end of a trail."""
-    shown_path, value = one.trail[-1]
-    return Culprit(path or shown_path, shown_type(value), reason, severity, one)
+def _culprit(one: Obstacle, severity: Severity, reason: str) -> Culprit:
+    path, value = one.trail[-1]
+    return Culprit(path, shown_type(value), reason, severity, one)
 
 
 def _reason(failure: PickleAttempt, value: Any, kind: Kind | None) -> str:
@@ -202,7 +174,7 @@ def _reason(failure: PickleAttempt, value: Any, kind: Kind | None) -> str:
     if error is None:
         return "pickling it hangs: its __getstate__ or __reduce__ did not come back in time"
     if _is_too_deep(error):
-        return "pickling it never ends: its __reduce__ or __getstate__ makes ever more objects (RecursionError)"
+        return "it is nested too deeply to be pickled, or its __reduce__ makes ever more objects (RecursionError)"
     if kind is not None and kind.refused:
         return kind.reason
     if isinstance(error, CannotTravel):

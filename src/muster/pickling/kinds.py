@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -97,14 +96,6 @@ def _text_file(file: Any) -> dict[str, Any]:
     return {**_file(file), "reason": reason, "warns": True}
 
 
-def _generator(generator: Any) -> dict[str, Any]:
-    code = next(code for name in ("gi", "cr", "ag") if (code := getattr(generator, f"{name}_code", None)) is not None)
-    if not generator.__qualname__.isidentifier():
-        return {}  # no function of a module makes it
-    takes_nothing = not code.co_argcount and not code.co_kwonlyargcount
-    return {"builder": generator.__qualname__, "arguments": "" if takes_nothing else None}
-
-
 def _module(module: types.ModuleType) -> dict[str, Any] | None:
     return None if is_found_by_name(module) else {"arguments": f'"{module.__name__}"'}
 
@@ -133,19 +124,6 @@ def _c_data(value: Any) -> dict[str, Any]:
     return {"shared": "always"} if "_wrapper" in attributes_of(value) else {}
 
 
-def _executor(executor: Any) -> dict[str, Any]:
-    kind = type(executor)
-    is_own = module_name(kind).startswith("concurrent.futures.")
-    return {"builder": f"concurrent.futures.{kind.__name__}"} if is_own else {}
-
-
-def _process(process: Any) -> dict[str, Any]:
-    if process is not multiprocessing.current_process():
-        return {}
-    own = "a process object belongs to its own process"
-    return {"reason": own, "builder": "multiprocessing.current_process", "arguments": ""}
-
-
 # ---- the table
 
 _LOCK = Kind("a lock works only within the process that made it", builder="threading.Lock", arguments="")
@@ -153,7 +131,7 @@ _FILE = Kind("an open file belongs to the process that opened it", builder="open
 _SQLITE = Kind(
     "an SQLite connection belongs to the process that opened it", builder="sqlite3.connect", shared="by fork"
 )
-_GENERATOR = Kind("a generator's stack frame cannot be sent", changes=_generator)
+_GENERATOR = Kind("a generator's stack frame cannot be sent")
 _ARRAY = Kind("", builder="numpy.load", arguments='"data.npy", mmap_mode="r"', warns=True, changes=_array)
 _RANDOM = Kind(
     "every worker gets a copy in the same state, so its envs repeat each other's draws",
@@ -166,7 +144,7 @@ _POOL = Kind(
     builder="multiprocessing.Pool",
     refused=True,
 )
-_RESULT = Kind("the result of a pool's task comes to the process that has given the task", refused=True)
+_EXECUTOR = Kind("the threads or processes of an executor belong to the process that started them", refused=True)
 _CHILD = Kind("a child process belongs to the process that started it", refused=True)
 _SHARED = Kind(
     "what multiprocessing shares reaches a worker only when that starts, and from the fork context only a forked one",
@@ -219,21 +197,14 @@ _KINDS = {
     "mmap.mmap": Kind("a memory mapping belongs to the process that made it", builder="mmap.mmap", shared="by fork"),
     "threading.Thread": Kind("a thread runs only in the process that started it", refused=True),
     "subprocess.Popen": replace(_CHILD, builder="subprocess.Popen"),
-    "concurrent.Executor": Kind(
-        "the threads or processes of an executor belong to the process that started them",
-        refused=True,
-        changes=_executor,
-    ),
-    "concurrent.Future": Kind(
-        "the result of a future comes to the process that has submitted the task",
-        builder="concurrent.futures.Future",
-        arguments="",
-        changes=lambda future: {} if attributes_of(future).get("_state") in ("PENDING", "RUNNING") else None,
-    ),
-    "multiprocessing.BaseProcess": replace(_CHILD, changes=_process),
+    "concurrent.Executor": _EXECUTOR,
+    **{
+        f"concurrent.{name}": replace(_EXECUTOR, builder=f"concurrent.futures.{name}")
+        for name in ("ThreadPoolExecutor", "ProcessPoolExecutor")
+    },
+    "multiprocessing.BaseProcess": _CHILD,
     "multiprocessing.Pool": _POOL,
     "multiprocessing.ThreadPool": replace(_POOL, builder="multiprocessing.pool.ThreadPool"),
-    **dict.fromkeys(("multiprocessing.ApplyResult", "multiprocessing.IMapIterator"), _RESULT),
     "multiprocessing.BaseManager": Kind(
         "the process of a manager belongs to the process that started it", refused=True
     ),

@@ -88,34 +88,6 @@ class Walk:
         return True
 
 
-def deepest_trail(parts: Mapping[str, Any], *, limit_s: float) -> list[Edge]:
-    """The way to the most deeply nested object, followed depth first as in pickling: places and objects.
-
-    The deepest object that was found within ``limit_s`` seconds.
-    """
-    deadline = time.monotonic() + limit_s
-    layouts: dict[type, _ClassLayout] = {}
-    seen: dict[int, Any] = {}
-    deepest: list[Edge] = []
-    for name, root in parts.items():
-        trail, pending = [(name, root)], [edges(root, layouts, inherited=False)]
-        while pending:
-            step = next(pending[-1], None)
-            late = time.monotonic() > deadline
-            if step is None or late:
-                if len(trail) > len(deepest):
-                    deepest = trail.copy()
-                if late:
-                    return deepest
-                trail.pop()
-                pending.pop()
-            elif type(step[1]) not in _ATOMS and id(step[1]) not in seen:
-                seen[id(step[1])] = step[1]
-                trail.append(step)
-                pending.append(edges(step[1], layouts, inherited=False))
-    return deepest
-
-
 def edges(holder: Any, layouts: dict[type, _ClassLayout], *, inherited: bool) -> Iterator[Edge]:
     """Pairs (place, object) of what ``holder`` holds. Runs no property and no method of a user's class.
 
