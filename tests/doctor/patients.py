@@ -50,11 +50,10 @@ class Patient(gym.Env[Any, Any]):
             time.sleep(0.1)
         if self.trait == "slow":
             time.sleep(0.2)
-        if "changes its action" in self.trait:
+        if self.trait == "changes its action":
             action *= 0.5
-        info = {"state": object()} if "costly infos" in self.trait else {"count": self.count}
         reward = float(action[0]) if self.trait == "rewards its action" else 0.0
-        return self._obs(), reward, False, self.count >= 10, info
+        return self._obs(), reward, False, self.count >= 10, {"count": self.count}
 
     def _suffer(self) -> None:
         if self.trait == "segfault":

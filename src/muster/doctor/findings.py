@@ -15,7 +15,6 @@ FATAL = ("unpacking the recipe", "building it", "resetting it", "stepping it")
 _MANY_THREADS = 2
 _LONG_STEP_S = _MUCH_LONGER_S = 100e-6
 _UNEVEN = 1.5
-_MUCH = 10_000
 _SHOWN = 4
 
 
@@ -40,8 +39,6 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
         found.append(Finding("note", "isolation", 'its class declares metadata["one_per_process"] = True'))
     if results.get("changes_action"):
         found.append(Finding("warns", "actions", "its step changes the action array it is given"))
-    if results.get("costly_infos"):
-        found.append(_about_infos(results["costly_infos"]))
     median_s, mean_s = results.get("step_median_s", 0.0), results.get("step_mean_s", 0.0)
     if mean_s > max(_UNEVEN * median_s, median_s + _MUCH_LONGER_S):
         text = (
@@ -166,13 +163,3 @@ def _about_api(api: str, refused: Sequence[str] | None, warned: Sequence[str]) -
     if warned:
         found.append(Finding("note", "API", f"{api}'s own checker remarks: {'; '.join(warned[:_SHOWN])}"))
     return found
-
-
-def _about_infos(costly: Sequence[tuple[str, str, int]]) -> Finding:
-    """costly: key, type and bytes of each, -1 for what cannot be pickled."""
-    shown = costly[:_SHOWN]
-    sizes = [size(length) if length >= 0 else "cannot be pickled" for *_, length in shown]
-    listed = ", ".join(f"{key!r} ({kind}, {its})" for (key, kind, _), its in zip(shown, sizes, strict=True))
-    heavy = any(not 0 <= length < _MUCH for *_, length in shown)
-    text = f"infos hold more than numbers, which is pickled on every step: {listed}"
-    return Finding("warns" if heavy else "note", "infos", text)

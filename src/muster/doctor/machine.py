@@ -19,10 +19,10 @@ from muster.doctor.diagnosis import Finding, Severity, size
 from muster.doctor.findings import about_start_methods
 from muster.extras import installed_version, is_older
 from muster.hosts.trial import TrialOutcome
-from muster.pool.resources import cpu_quota, memory_left, read_text, usable_cores
+from muster.pool.resources import cpu_quota, memory_left, usable_cores
 from muster.recipes.recipe import make_recipes
 
-PROC, DEV = Path("/proc"), Path("/dev")
+DEV = Path("/dev")
 
 # Open files of the caller: for each worker; and for the slab, the mail, the log records, the launcher, and a start.
 FDS_PER_WORKER = 5
@@ -117,23 +117,16 @@ def _about_shm() -> Fact:
 
 
 def _about_gpu() -> Fact:
-    # In WSL 2 all GPUs are behind one device.
-    count, torch = len([*DEV.glob("nvidia[0-9]*"), *DEV.glob("dxg")]), installed_version("torch") or ""
-    about_each = map(read_text, PROC.glob("driver/nvidia/gpus/*/information"))
-    models = sorted(set(re.findall(r"Model:\s*(.+)", "\n".join(about_each))))
-    if not count and (PROC / "driver/nvidia/version").exists():
-        meaning = "this container was given no GPU; policies compute on the CPU"
-        return Fact("warns", "GPU", "NVIDIA's driver is here, but no GPU in /dev", "docker run --gpus all ...", meaning)
-    if not count and not (DEV / "kfd").exists():
+    # NVIDIA's, AMD's, and in WSL 2 all of them behind one device.
+    count = len([*DEV.glob("nvidia[0-9]*"), *DEV.glob("kfd"), *DEV.glob("dxg")])
+    torch = installed_version("torch") or ""
+    if not count:
         return Fact("note", "GPU", "none found", meaning="policies compute on the CPU")
-    text = f"{count}, {', '.join(models) or 'of unknown model'}" if count else "of AMD (/dev/kfd)"
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        text += f"; CUDA_VISIBLE_DEVICES={visible!r}"
-    if visible in ("", "-1"):
-        return Fact("note", "GPU", text, meaning="it is hidden; policies compute on the CPU")
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return Fact("note", "GPU", "hidden by CUDA_VISIBLE_DEVICES", meaning="policies compute on the CPU")
     if torch.endswith("+cpu"):
-        return Fact("warns", "GPU", text, meaning=f"the installed torch ({torch}) cannot use it")
-    return Fact("good", "GPU", text, meaning='policies can use it: policy_device="cuda"')
+        return Fact("warns", "GPU", str(count), meaning=f"the installed torch ({torch}) cannot use it")
+    return Fact("good", "GPU", str(count), meaning='policies can use it: policy_device="cuda"')
 
 
 def _about_limits() -> Fact:

@@ -78,13 +78,8 @@ def soaking(recipe: Recipe, reporter: Reporter, seconds: float, most_bytes: int)
     reporter.stage("building it")
     with built(recipe) as env:
         freeze_heap(collects=True)  # as in a worker
-        most_handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        reporter.result("most_handles", most_handles)
-        limits = {
-            "memory_bytes": most_bytes,
-            "handles": _MOST_HANDLES * most_handles,
-            "children": _MOST_CHILDREN,
-        }
+        most_handles = _MOST_HANDLES * resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limits = {"memory_bytes": most_bytes, "handles": most_handles, "children": _MOST_CHILDREN}
         reporter.stage("soaking it")
         first, names = None, _names()
         for sample in _samples(env, seconds, reporter.alive):
@@ -167,10 +162,6 @@ def judge_soak(outcome: TrialOutcome, soak_s: float) -> tuple[Soak | None, list[
     for field, growth in grown.items():
         if growth is not None and growth.trend == "grows":
             text = _about_leak(growth, soak, outcome.results.get(f"new {field}"))
-            if field == "handles" and growth.an_episode:
-                most = outcome.results["most_handles"]
-                left = soak.episodes + max(0.0, most - growth.marks[3]) / growth.an_episode
-                text += f". A process may open {most:,}: enough for about {float(f'{left:.2g}'):,.0f} episodes"
             if field == stopped_by:
                 text += f". The soak was ended there, after {soak.seconds:.3g} of {soak_s:g} s, to spare the machine"
             slight = growth.unit == "bytes" and growth.a_step * _MILLION < _SLIGHT_BYTES

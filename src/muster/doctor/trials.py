@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import pickle
 import statistics
 import tempfile
 import time
@@ -33,7 +32,6 @@ _ROWS = 60
 _ROWS_AT_ONCE = 20
 _ROWS_FOR_TAILS, _TAILS_S = 1000, 3.0  # after the others: what takes long once in some hundred steps is seen
 _ENOUGH_S = 5.0
-_BIG_INFO_BYTES = 10_000
 # The stage of the trial `stepping_many` in which its envs are stepped.
 STEPPING_MANY = "stepping many of it"
 
@@ -86,7 +84,6 @@ def behaviour(recipe: Recipe, reporter: Reporter, watch: Callable[[], None] = la
         reporter.result("env_bytes", max(0, own_memory_bytes() - before))
         reporter.result("threads_started", max(0, _threads() - threads))
         reporter.result("changes_action", player.changes_action)
-        reporter.result("costly_infos", _costly(player.infos))
         reporter.result("digest_again", player.play(0, rows))
         reporter.result("digest_other", player.play(1, rows))
         player.play(2, _ROWS_FOR_TAILS, enough_s=_TAILS_S)
@@ -164,20 +161,3 @@ def stepping_many(
 def _threads() -> int:
     """The number of threads of this process, native ones included."""
     return len(os.listdir("/proc/self/task"))
-
-
-def _costly(infos: list[dict[str, Any]]) -> list[list[Any]]:
-    """The values of infos that are big or no plain number, as [key, type, bytes of the pickle or -1]."""
-    costly: dict[str, list[Any]] = {}
-    for info in infos:
-        for key, value in info.items():
-            plain = isinstance(value, (bool, int, float, np.number, np.bool_))
-            array = isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes < _BIG_INFO_BYTES
-            if plain or array:
-                continue
-            try:
-                length = len(pickle.dumps(value))
-            except Exception:
-                length = -1
-            costly[str(key)] = [str(key), type(value).__name__, length]
-    return list(costly.values())

@@ -79,7 +79,7 @@ class RandomPlayer:
 
 
 class Player(RandomPlayer):
-    """Plays one env. rows, infos and changes_action describe what `play` has seen.
+    """Plays one env. rows and changes_action describe what `play` has seen.
 
     Digests sum up all that the env has returned since the last reset by a seed.
 
@@ -92,7 +92,6 @@ class Player(RandomPlayer):
         self._digest = hashlib.sha256()
         self._info_digests: dict[str, Any] = {}
         self.rows = self._seen_rows = 0
-        self.infos: list[dict[str, Any]] = []
         self.steps_s: list[float] = []
         self.resets_s: list[float] = []
         self.changes_action = False
@@ -139,11 +138,9 @@ class Player(RandomPlayer):
             self._on_row(False)
             action = self.act()
             before = pickle.dumps(action)
-            obs, reward, terminated, truncated, info = self.take_step(action)
+            obs, reward, terminated, truncated, _ = self.take_step(action)
             self.changes_action |= pickle.dumps(action) != before
             self._see(obs, reward, bool(terminated), bool(truncated))
-            if isinstance(info, dict):
-                self.infos.append(info)
 
     def _start_episode(self, **arguments: Any) -> None:
         self._on_row(True)
