@@ -319,9 +319,6 @@ class LimitReached(MusterError, OSError):
     page = "problems/many-processes"
 
 
-NoFilesLeft = LimitReached  # its name while it told of files alone
-
-
 class WrongIndex(MusterError, IndexError):
     """No element has this index."""
 

@@ -524,21 +524,6 @@ def test_a_vector_env_is_refused():
         make_recipes(gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"))
 
 
-class Holder:
-    def __init__(self, env):
-        self.env = env
-        self.spec = "CartPole-v1"
-
-    def make(self):
-        return self.env
-
-    def make_new(self):
-        return gym.make(self.spec)
-
-    def __call__(self):
-        return self.env
-
-
 def closure_of(env):
     return lambda: env
 
@@ -546,17 +531,6 @@ def closure_of(env):
 def closure_of_closure(env):
     inner = closure_of(env)
     return lambda: inner()
-
-
-def closure_of_attribute(holder):
-    return lambda: holder.env
-
-
-GLOBAL_HOLDER = Holder(GLOBAL_ENV)
-
-
-def make_from_global_holder():
-    return GLOBAL_HOLDER.env
 
 
 def default_of(env):
@@ -576,10 +550,6 @@ def default_of(env):
         (functools.partial(gym.wrappers.TimeLimit, GLOBAL_ENV, 5), "factory.args[0]"),
         (functools.partial(gym.wrappers.TimeLimit, env=GLOBAL_ENV), 'factory.keywords["env"]'),
         (GLOBAL_ENV.reset, "factory.__self__"),
-        (Holder(GLOBAL_ENV).make, "factory.__self__.env"),
-        (Holder(GLOBAL_ENV), "factory.env"),
-        (closure_of_attribute(Holder(GLOBAL_ENV)), "factory.<closure>.holder.env"),
-        (make_from_global_holder, "factory.<global>.GLOBAL_HOLDER.env"),
         (make_from_global, "factory.<global>.GLOBAL_ENV"),
         (make_from_global_dict, 'factory.<global>.GLOBAL_ENVS["env"]'),
     ],
@@ -588,10 +558,6 @@ def test_a_factory_that_holds_an_env_is_refused(factory, path):
     with pytest.raises(RecipeError, match="holds an env that exists already") as raised:
         make_recipes(factory)
     assert f": {path} is a " in str(raised.value)
-
-
-def test_an_object_that_holds_an_env_may_have_a_method_that_builds_another():
-    assert built(make_recipes(Holder(GLOBAL_ENV).make_new)[0]).unwrapped is not GLOBAL_ENV
 
 
 def test_a_simulator_with_reset_and_step_is_no_env():

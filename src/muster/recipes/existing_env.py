@@ -37,9 +37,9 @@ def is_env(value: Any) -> bool:
 def find_existing_env(factory: Any, name: str = "factory") -> tuple[str, Any] | None:
     """Path and object of the first existing env that ``factory`` holds, None if it holds none.
 
-    Looks at what a factory can return without building it: closures, defaults, the globals and attributes that its code
-    names, arguments of a ``functools.partial``, a bound method's object; in each one level into containers, and
-    through the functions among them.
+    Looks at what a factory can return without building it: closures, defaults, the globals that its code names,
+    arguments of a ``functools.partial``, a bound method's object; in each one level into containers, and through the
+    functions among them.
     """
     seen: set[int] = set()
     pending = [(name, factory)]
@@ -67,39 +67,14 @@ def _held(holder: Any) -> Iterator[tuple[str, Any]]:
     elif kind is types.MethodType:
         yield ".__self__", holder.__self__
         yield ".__func__", holder.__func__
-        yield from _named_attributes(".__self__", holder.__self__, holder.__func__)
     elif kind is types.FunctionType:
-        for variable, held in closure_of(holder).items():
-            yield f".<closure>.{variable}", held
-            yield from _attributes_of_instance(f".<closure>.{variable}", held, holder)
+        yield from ((f".<closure>.{variable}", held) for variable, held in closure_of(holder).items())
         yield ".__defaults__", holder.__defaults__
         yield ".__kwdefaults__", holder.__kwdefaults__
         for global_name in global_names(holder.__code__):
             held = holder.__globals__.get(global_name)
             if is_env(held) or type(held) in _CONTAINERS:
                 yield f".<global>.{global_name}", held
-            yield from _attributes_of_instance(f".<global>.{global_name}", held, holder)
-    elif not issubclass(kind, type):
-        call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
-        if isinstance(call, types.FunctionType):
-            yield from _named_attributes("", holder, call)
-            yield ".__call__", call
-
-
-def _attributes_of_instance(prefix: str, held: Any, function: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of `held` that the function's code names, where `held` is a plain object.
-
-    No attributes of a class, a module or a function: callables in `held` are looked into by themselves.
-    """
-    if not issubclass(type(held), (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)):
-        yield from _named_attributes(prefix, held, function)
-
-
-def _named_attributes(prefix: str, instance: Any, function: Any) -> Iterator[tuple[str, Any]]:
-    """The instance's attributes that the function's code names."""
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    attributes = attributes_of(instance)
-    yield from ((f"{prefix}.{name}", attributes[name]) for name in names if name in attributes)
 
 
 def _one_level(path: str, held: Any) -> Iterator[tuple[str, Any]]:
