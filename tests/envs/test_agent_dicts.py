@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from agent_envs import Away, Masked, Script, Turns, ones
+from agent_envs import Masked, Script, Turns, ones
 from gymnasium import spaces
 
 import muster
@@ -154,20 +154,6 @@ def test_so_is_one_that_leaves_the_agents_empty() -> None:
         steps(Unset)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"backend": "thread"},
-        {"backend": "process", "caller_steps": True},
-        *({"backend": "process", "context": context} for context in ("fork", "forkserver", "spawn")),
-    ],
-    ids=str,
-)
-def test_every_backend_raises_it(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecMismatch, match="env 0 .*step's rewards name 'red_01'"):
-        steps(team(("step", "rewards", misspelt)), **options)
-
-
 class Ending(Team):
     """red_1 ends with the first step: `how` says which dicts name it then."""
 
@@ -193,24 +179,10 @@ def test_one_that_ends_needs_a_reward_and_no_observation() -> None:
         steps(functools.partial(Ending, "observations", "terminations"))
 
 
-def test_one_away_gets_what_the_dicts_say_of_it_and_is_truncated_with_the_env() -> None:
-    make = functools.partial(Away, rewarded=True, returns=False)
-    with muster.make_vec(make, 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        with pytest.warns(RuntimeWarning, match="pause"):
-            envs.step(ones(1))
-        second, third, last = [envs.step(ones(1)) for _ in range(3)]
-    assert [row[4]["alive"]["a"][0, 1] for row in (second, third, last)] == [True, False, False]
-    assert (second[0]["a"][0, 1].tolist(), second[1]["a"][0, 1]) == ([1, 1], 7)
-    assert last[4]["agent_truncated"]["a"].tolist() == [[False, True]]
-    assert (last[2].tolist(), last[3].tolist()) == ([False], [True])
-
-
-@pytest.mark.parametrize("mode", ["next_step", "same_step"])
-def test_the_warning_names_the_env_also_where_agents_leave_with_its_last_step(mode: str) -> None:
+def test_the_warning_names_the_env_also_where_agents_leave_with_its_last_step() -> None:
     still = functools.partial(Script, ["a_0 a_1"] * 9)
     leaving = functools.partial(Script, ["a_0 a_1", "a_0"], {(1, "a_0"): "terminated"})
-    with muster.make_vec([still, leaving], backend="serial", autoreset_mode=mode) as envs:
+    with muster.make_vec([still, leaving], backend="serial", autoreset_mode="same_step") as envs:
         envs.reset(seed=0)
         envs.send(ones(1), [1])
         with pytest.warns(RuntimeWarning, match=r"env 1: \['a_1'\] left"):
@@ -425,37 +397,6 @@ def test_agents_that_leave_an_env_of_turns_at_once_have_their_ends_and_rewards()
         with pytest.raises(SpecMismatch, match="'p_1' has left env.agents, but has not ended"):
             for _ in range(4):
                 envs.step({"p": np.zeros((1, 3, 1), np.float32)})
-
-
-class Resting(Turns):
-    """An env of turns that ends with the sixth. p_2 is away from the second on; `returns`: to the fourth."""
-
-    def __init__(self, returns: bool) -> None:
-        super().__init__()
-        self.returns = returns
-
-    def step(self, action: Any) -> None:
-        super().step(action)
-        if self.t == 2:
-            self.agents.remove("p_2")
-            self.agent_selection = "p_0"
-        elif self.t == 4 and self.returns:
-            self.agents.append("p_2")
-        self.terminations, self.rewards = {}, self.owed
-
-    def _over(self, agent: str) -> bool:
-        return self.t >= 6
-
-
-@pytest.mark.parametrize("returns", [True, False])
-def test_one_that_leaves_an_env_of_turns_pauses_and_loses_no_reward(returns: bool) -> None:
-    with muster.make_vec(functools.partial(Resting, returns), 1, backend="serial") as envs:
-        envs.reset(seed=0)
-        with pytest.warns(RuntimeWarning, match="p_2.*pause"):
-            rows = [envs.step({"p": np.zeros((1, 3, 1), np.float32)}) for _ in range(6)]
-    assert [row[4]["alive"]["p"][0, 2] for row in rows] == [True, False, False, returns, returns, True]
-    assert [row[1]["p"][0, 2] for row in rows] == [0, 0, 0, 0, 0, 6]
-    assert rows[5][4]["agent_truncated"]["p"].tolist() == [[False, False, not returns]]
 
 
 class Won(Turns):

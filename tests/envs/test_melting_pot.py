@@ -1,11 +1,9 @@
-"""Melting Pot's substrates: rows equal what the substrate told its players, in the worker itself or in a bare loop."""
+"""Melting Pot's substrates: how they are named, imported and built. Their rows: tests/conformance."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import random
 import sys
 import textwrap
 import types
@@ -13,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bare_loops import substrate_of_seed
 
 import muster
 import programs
@@ -26,125 +23,6 @@ pytest.importorskip("ml_collections", reason="python -m muster.envs.install_melt
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 SMALL = "prisoners_dilemma_in_the_matrix__repeated"
-SUBSTRATES = [
-    "chicken_in_the_matrix__repeated",
-    "clean_up",
-    "coins",
-    "collaborative_cooking__ring",
-    "commons_harvest__open",
-    "externality_mushrooms__dense",
-    "gift_refinements",
-    "paintball__king_of_the_hill",
-    "predator_prey__open",
-    "territory__rooms",
-]
-
-
-class Tap:
-    """Sits on the substrate, in the worker, and keeps a hash of what each player was told last."""
-
-    def __init__(self, env: Any) -> None:
-        self._env = env
-        self.hashes: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
-
-    def reset(self) -> Any:
-        return self._heard(self._env.reset())
-
-    def step(self, actions: Any) -> Any:
-        return self._heard(self._env.step(actions))
-
-    def _heard(self, timestep: Any) -> Any:
-        self.hashes = [hashed(obs) for obs in timestep.observation]
-        return timestep
-
-
-def hashed(obs: dict[str, Any]) -> str:
-    parts = (part for key in sorted(obs) for part in (key.encode(), np.ascontiguousarray(obs[key]).tobytes()))
-    return hashlib.sha256(b"|".join(parts)).hexdigest()
-
-
-def row(obs: dict[str, Any], i: int, a: int) -> dict[str, Any]:
-    """What player `a` of env `i` observed, shared observations included."""
-    own = {key: one[i, a] for key, one in obs["player"].items()}
-    return own | {key: one[i] for key, one in obs["shared"].items()}
-
-
-def assert_rows_match_the_tap(substrate: str, steps: int, **options: Any) -> None:
-    with muster.make_vec(f"meltingpot/{substrate}", 2, wrappers=[Tap], num_workers=2, **options) as envs:
-        envs.action_space.seed(0)
-        obs, _ = envs.reset(seed=0)
-        for _ in range(steps):
-            assert list(obs["player"]) == sorted(obs["player"])
-            players = range(len(envs.groups["player"]))
-            told = tuple([hashed(row(obs, i, a)) for a in players] for i in range(2))
-            assert told == envs.get_attr("hashes")
-            obs, *_ = envs.step(envs.action_space.sample())
-
-
-def test_rows_are_what_the_substrate_told_in_workers_of_other_hash_seeds() -> None:
-    assert_rows_match_the_tap(SMALL, 10, context="spawn")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("substrate", SUBSTRATES)
-def test_rows_of_ten_substrates_are_what_they_told(substrate: str) -> None:
-    assert_rows_match_the_tap(substrate, 30)
-
-
-def bare(substrate: str, seed: int) -> Any:
-    return substrate_of_seed(functools.partial(build, substrate), seed)
-
-
-def bare_loop(build_bare: Any, seed: int, first: list[str]) -> tuple[Any, Any]:
-    """A bare loop whose episode starts as told: who spawns where is not for any seed to decide, even without Muster."""
-    for _ in range(20):
-        env = build_bare(seed)
-        timestep = env.reset()
-        if [hashed(obs) for obs in timestep.observation] == first:
-            return env, timestep
-        env.close()
-    raise AssertionError(f"20 bare episodes of seed {seed} all start otherwise")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("substrate", [SMALL, "coins"])
-def test_episodes_equal_a_bare_loop_of_the_same_draws(substrate: str) -> None:
-    with muster.make_vec(functools.partial(build_with_seed, substrate), 2) as envs:
-        assert_replays(envs, None, functools.partial(build_with_seed, substrate), 100)
-
-
-def test_episodes_of_a_seed_equal_a_bare_loop_of_that_seed() -> None:
-    with muster.make_vec(f"meltingpot/{SMALL}", 2) as envs:
-        assert_replays(envs, 11, functools.partial(bare, SMALL), 30)
-
-
-def build_with_seed(substrate: str, seed: int | None = None) -> Any:
-    """coins draws its map and colours from `random` while it is built. In a worker, env i takes seed 11 + i."""
-    info = muster.get_worker_info()
-    random.seed(11 + info.env_index if info is not None and info.env_index is not None else seed)
-    return build(substrate)
-
-
-def assert_replays(envs: Any, seed: int | None, build_bare: Any, steps: int) -> None:
-    """Two envs of two players, against bare loops of seeds 11 and 12."""
-    envs.action_space.seed(0)
-    obs, _ = envs.reset(seed=seed)
-    firsts = [[hashed(row(obs, i, a)) for a in range(2)] for i in range(2)]
-    loops, timesteps = zip(*[bare_loop(build_bare, 11 + i, firsts[i]) for i in range(2)], strict=True)
-    for _ in range(steps):
-        for i, timestep in enumerate(timesteps):
-            for a, told in enumerate(timestep.observation):
-                assert hashed(told) == hashed(row(obs, i, a))
-        actions = envs.action_space.sample()
-        timesteps = [loop.step(actions["player"][i].tolist()) for i, loop in enumerate(loops)]
-        obs, rewards, *_ = envs.step(actions)
-        for i, timestep in enumerate(timesteps):
-            assert rewards["player"][i].tolist() == [float(one) for one in timestep.reward]
-    for loop in loops:
-        loop.close()
 
 
 def test_a_slow_reset_of_one_env_does_not_stop_the_others() -> None:
@@ -174,7 +52,7 @@ def test_substrates_that_do_not_exist_are_refused_with_those_that_do() -> None:
 
 
 def test_a_substrate_that_exists_already_is_refused_by_name() -> None:
-    env = bare(SMALL, 1)
+    env = build(SMALL)
     with pytest.raises(RecipeError, match="def make_env"):
         muster.make_vec(env)
     with pytest.raises(RecipeError, match=r"holds an env that exists already: .*Substrate"):
@@ -185,15 +63,6 @@ def test_a_substrate_that_exists_already_is_refused_by_name() -> None:
 def build(name: str) -> Any:
     substrates = load_substrates()
     return substrates.build(name, roles=substrates.get_config(name).default_player_roles)
-
-
-def test_a_factory_gives_the_same_rows_as_the_id() -> None:
-    rows = []
-    for how in (functools.partial(build, SMALL), f"meltingpot/{SMALL}"):
-        with muster.make_vec(how, backend="serial") as envs:
-            obs, _ = envs.reset(seed=3)
-            rows.append(hashed(obs["shared"]))
-    assert rows[0] == rows[1]
 
 
 def test_importing_substrates_leaves_nothing_behind_that_is_not_real() -> None:

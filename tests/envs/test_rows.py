@@ -251,16 +251,6 @@ def test_agents_that_are_shown_none_in_turn_have_zeros() -> None:
         assert obs["p"].tolist() == [[[1, 0], [0, 0], [1, 2]]]
 
 
-def test_masks_that_the_spaces_announce_are_there_also_while_nobody_has_one() -> None:
-    with muster.make_vec(lambda: Boards(shows_the_dead=False), 1, backend="serial") as envs:
-        _, infos = envs.reset(seed=0)
-        seen = [infos["action_mask"]["a"].shape]
-        for _ in range(5):  # an episode takes two, and a third for its reset
-            *_, infos = envs.step({"a": np.zeros((1, 2), np.int64)})
-            seen.append(infos["action_mask"]["a"].shape)
-        assert seen == [(1, 2, 3)] * 6
-
-
 class Judged(Players):
     """It ends with its first step, with a discount for each player."""
 
