@@ -117,35 +117,16 @@ def test_addresses_in_the_repr_are_no_difference():
         MultiAgentNet.from_modules([Shown(1), Shown(2)])
 
 
-def test_what_the_repr_does_not_show_is_taken_from_the_first():
-    net = MultiAgentNet.from_modules([Holds([agent]) for agent in range(3)])
-    assert [module.held for module in net.to_modules()] == [[0], [0], [0]]
+def test_parts_in_another_order_are_refused():
+    orders = [[("a", nn.Linear(4, 4)), ("b", nn.Tanh())], [("b", nn.Tanh()), ("a", nn.Linear(4, 4))]]
+    with pytest.raises(SpecMismatch, match=r"line \d of their repr: \(a\): .* and \(b\): "):
+        MultiAgentNet.from_modules([nn.Sequential(OrderedDict(order)) for order in orders])
 
 
-class InTurn(nn.Module):
-    def __init__(self, parts: nn.ModuleDict | nn.ParameterDict) -> None:
-        super().__init__()
-        self.linear, self.parts = nn.Linear(4, 4), parts
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        for part in self.parts.values():
-            x = part(x) if isinstance(part, nn.Module) else x * part + 1
-        return x
-
-
-PARTS = {
-    "sequential": lambda parts: nn.Sequential(OrderedDict(parts)),
-    "module dict": lambda parts: InTurn(nn.ModuleDict(parts)),
-    "parameter dict": lambda parts: InTurn(nn.ParameterDict([(name, torch.ones(4)) for name, _ in parts])),
-}
-
-
-@pytest.mark.parametrize("build", PARTS.values(), ids=PARTS)
-def test_parts_in_another_order_are_refused(build):
-    parts = [("a", nn.Linear(4, 4)), ("b", nn.Tanh())]
-    with pytest.raises(SpecMismatch, match=r"line \d of their repr: \(?a\)?: .* and \(?b\)?: "):
-        MultiAgentNet.from_modules([build(parts), build([("b", nn.Tanh()), ("a", nn.Linear(4, 4))])])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.MultiheadAttention])
+def test_layers_that_hold_lists_and_references_are_alike(layer):
+    net = MultiAgentNet.from_modules([layer(4, 2) for _ in range(3)])
+    assert all(p.shape[0] == 3 for p in net.parameters())
 
 
 def times(factor: Any) -> Callable[[Tensor], Tensor]:
@@ -222,23 +203,6 @@ class RefersToItself(nn.Module):
 @pytest.mark.parametrize("use_vmap", [True, False])
 def test_networks_that_refer_to_their_own_parts(use_vmap):
     assert_equals_a_loop([RefersToItself() for _ in range(3)], use_vmap)
-
-
-LAYERS = {
-    "LSTM": lambda: nn.LSTM(4, 4),
-    "attention": lambda: nn.MultiheadAttention(4, 2),
-    "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2),
-    "batch norm": lambda: nn.BatchNorm1d(4),
-    "dropout": lambda: nn.Dropout(0.5),
-    "embedding": lambda: nn.Embedding(4, 4),
-}
-
-
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")  # from the transformer without batch_first
-@pytest.mark.parametrize("build", LAYERS.values(), ids=LAYERS)
-def test_layers_that_hold_lists_and_references_are_alike(build):
-    net = MultiAgentNet.from_modules([build() for _ in range(3)])
-    assert all(p.shape[0] == 3 for p in net.parameters())
 
 
 def hooked(register: str, index: int | None, hook: Callable[..., Any], **options: bool) -> nn.Sequential:

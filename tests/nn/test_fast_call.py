@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, prune, weight_norm
 
-from muster.nn import MultiAgentConvNet, MultiAgentMLP, MultiAgentNet, functionalize, stacked
+from muster.nn import MultiAgentConvNet, MultiAgentMLP, MultiAgentNet, stacked
 
 SHARED = pytest.mark.parametrize("share_params", [True, False])
 
@@ -146,18 +146,6 @@ def test_backward_hooks_of_all_modules_are_called_for_networks_of_any_layers():
     finally:
         handle.remove()
     assert seen.count("LayerNorm") == 3
-
-
-@SHARED
-def test_second_derivatives_and_derivatives_of_functions(share_params):
-    net, x = build(share_params).double(), torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(net, x)
-    call, params = functionalize(net)
-    grads = torch.func.grad(lambda p: call(p, x).square().sum())(params)
-    net(x).square().sum().backward()
-    torch.testing.assert_close(grads, {name: p.grad for name, p in net.named_parameters()})
-    rows = torch.vmap(lambda p, row: call(p, row), in_dims=(None, 0))(params, x)
-    torch.testing.assert_close(rows, net(x))
 
 
 @SHARED

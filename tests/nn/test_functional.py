@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import Tensor, nn
 
 from muster.errors import UsageError
-from muster.nn import MultiAgentMLP, functionalize
+from muster.nn import functionalize
 
 
 def small_net() -> nn.Sequential:
@@ -75,15 +75,6 @@ def test_restored_when_the_module_raises():
     assert_untouched(net, before)
     with pytest.raises(ZeroDivisionError):  # and it can be called again
         call(params, torch.ones(3))
-
-
-def test_restored_when_a_value_is_no_tensor():
-    net = small_net()
-    before = snapshot(net)
-    call, params = functionalize(net)
-    with pytest.raises(TypeError):
-        call({**params, "2.bias": "zeros"}, torch.ones(3))
-    assert_untouched(net, before)
 
 
 def test_a_misspelt_name_is_refused_and_a_missing_one_is_the_modules_own():
@@ -221,24 +212,6 @@ def test_a_mapping_that_cannot_take_a_replaced_buffer_is_refused():
     torch.testing.assert_close(call(types.MappingProxyType(params), torch.ones(3)), net(torch.ones(3)))
 
 
-def test_grad_over_params():
-    net = small_net()
-    call, params = functionalize(net)
-    x = torch.randn(5, 3)
-    grads = torch.func.grad(lambda p: call(p, x).square().mean())(params)
-    net(x).square().mean().backward()
-    for name, parameter in net.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad)
-
-
-def test_grad_over_the_trainable_part_of_a_module_with_integer_buffers():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
-    call, params = functionalize(net)
-    trainable = {name: p for name, p in params.items() if p.requires_grad}
-    grads = torch.func.grad(lambda p: call(p, torch.randn(5, 3)).sum())(trainable)
-    assert grads.keys() == trainable.keys()
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_vmap_over_stacked_params(training):
     nets = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).train(training) for _ in range(3)]
@@ -251,27 +224,6 @@ def test_vmap_over_stacked_params(training):
         torch.testing.assert_close(outputs[index], net(x), rtol=1e-5, atol=1e-6)
         for name, buffer in net.named_buffers():
             torch.testing.assert_close(stacked[name][index], buffer)
-
-
-def test_vmap_over_stacked_params_of_a_multi_agent_net():
-    nets = [MultiAgentMLP(3, 2, 4, centralised=False, share_params=False, depth=1) for _ in range(2)]
-    call, _ = functionalize(nets[0])
-    stacked = {name: torch.stack([dict(n.named_parameters())[name] for n in nets]) for name in nets[0].state_dict()}
-    x = torch.randn(5, 4, 3)
-    torch.testing.assert_close(torch.vmap(call, (0, None))(stacked, x), torch.stack([net(x) for net in nets]))
-
-
-def test_compiled_call_equals_the_plain_one():
-    torch.compiler.reset()
-    net = small_net()
-    call, params = functionalize(net)
-    other = {name: p.detach() + 1 for name, p in params.items()}
-    compiled = torch.compile(lambda p, x: call(p, x).tanh(), backend="aot_eager", fullgraph=True)
-    before = snapshot(net)
-    x = torch.randn(5, 3)
-    torch.testing.assert_close(compiled(other, x), call(other, x).tanh())
-    torch.testing.assert_close(compiled(params, x), net(x).tanh())
-    assert_untouched(net, before)
 
 
 def test_recurrent_layers_see_the_given_weights_and_get_theirs_back():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing
 import pickle
 import re
 import weakref
@@ -90,11 +89,6 @@ def holding(module: nn.Module, held: Any) -> nn.Module:
     return module
 
 
-def test_plain_modules_are_not_marked():
-    assert not is_uncopyable(nn.Linear(2, 2))
-    assert uncopyable_mark(nn.Linear(2, 2)) is None
-
-
 def test_decorated_class_marks_its_instances_with_path_type_and_reason():
     mark = uncopyable_mark(nn.Sequential(nn.Tanh(), nn.Sequential(Arm(2, 2))))
     assert mark is not None
@@ -110,10 +104,6 @@ def test_an_instance_marks_itself_by_attribute_or_by_call():
     assert uncopyable_mark(by_attribute).reason == "holds the session"
     assert uncopyable_mark(by_call).reason == ""
     assert not is_uncopyable(nn.Linear(2, 2))
-
-
-def test_a_subclass_takes_the_mark_back():
-    assert not is_uncopyable(Copy(2, 2))
 
 
 def test_callables_that_are_no_modules_and_their_methods():
@@ -184,12 +174,6 @@ def test_the_error_names_what_is_marked_where_and_why_and_what_to_do_instead():
         *("muster.nn.TargetParams(policy)", "muster.nn.shared_on_copy(policy)", "uncopyable = False"),
     ):
         assert remedy in message
-
-
-def test_a_process_is_not_given_a_marked_policy():
-    process = multiprocessing.get_context("spawn").Process(target=print, args=(Arm(2, 2),))
-    with pytest.raises(CannotTravel, match="drives the arm"):
-        process.start()
 
 
 def test_a_mark_that_was_taken_back_hinders_nothing():

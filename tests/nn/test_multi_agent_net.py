@@ -86,23 +86,6 @@ def test_networks_of_any_layers_equal_a_loop_with_their_buffers(build, use_vmap)
         torch.testing.assert_close(module.state_dict(), twin.state_dict(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
-def test_gradients_reach_the_stacked_parameters_and_not_the_modules_given(build):
-    modules = [build() for _ in range(3)]
-    net = MultiAgentNet.from_modules(modules)
-    net(torch.randn(5, 3, 4)).square().sum().backward()
-    assert all(p.grad is not None and p.grad.shape == p.shape for p in net.parameters())
-    assert all(p.shape[0] == 3 for p in net.parameters())
-    assert all(p.grad is None for module in modules for p in module.parameters())
-
-
-def test_centralised_networks_of_any_layers():
-    modules = [nn.Sequential(nn.Linear(12, 8), nn.LayerNorm(8), nn.Linear(8, 2)) for _ in range(3)]
-    x = torch.randn(5, 3, 4)
-    net = MultiAgentNet.from_modules(modules, centralised=True)
-    torch.testing.assert_close(net(x), loop(modules, x, centralised=True), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "tail",
     [

@@ -8,12 +8,11 @@ import pickle
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from muster.nn import MultiAgentConvNet, MultiAgentMLP, MultiAgentNet, TargetParams, functionalize
+from muster.nn import MultiAgentMLP, MultiAgentNet, TargetParams, functionalize
 
 X = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
 
@@ -53,11 +52,6 @@ def test_copies_act_alike_and_are_apart(net, through):
     assert net(X).abs().sum() > 0
 
 
-def test_nothing_is_on_another_device(net):
-    assert {t.device.type for t in [*net.parameters(), *net.buffers()]} == {"cpu"}
-    assert all(p.is_leaf and type(p) is nn.Parameter for p in net.parameters())
-
-
 def test_state_dict_round_trip(net):
     other = copy.deepcopy(net)
     with torch.no_grad():
@@ -83,26 +77,6 @@ def test_built_on_meta_and_materialised():
     torch.testing.assert_close(net(X), source(X))
 
 
-def test_to_dtype(net):
-    assert net.double()(X.double()).dtype == torch.float64
-
-
-def zero_in_child(nets: nn.ModuleList) -> None:
-    with torch.no_grad():
-        for parameter in nets.parameters():
-            parameter.zero_()
-
-
-@pytest.mark.slow
-def test_shared_memory_with_a_spawned_process():
-    nets = nn.ModuleList(build() for build in NETS.values()).share_memory()
-    child = mp.get_context("spawn").Process(target=zero_in_child, args=(nets,))
-    child.start()
-    child.join(100)
-    assert child.exitcode == 0
-    assert all(parameter.abs().sum() == 0 for parameter in nets.parameters())
-
-
 def test_compiled_equals_eager_with_gradients(net):
     torch.compiler.reset()
     eager = copy.deepcopy(net)
@@ -113,13 +87,6 @@ def test_compiled_equals_eager_with_gradients(net):
     expected.square().sum().backward()
     for mine, other in zip(net.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_compiled_convolutions():
-    torch.compiler.reset()
-    net = MultiAgentConvNet(3, False, False, in_features=2, num_cells=[4], kernel_sizes=3)
-    x = torch.randn(2, 3, 2, 8, 8)
-    torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x), rtol=1e-5, atol=1e-6)
 
 
 def test_in_a_tensordict_module_with_nested_keys(net):
@@ -138,19 +105,6 @@ def test_functional_calls_and_targets(net):
         for parameter in net.parameters():
             parameter.add_(1.0)
     torch.testing.assert_close(target(X), before)
-
-
-@pytest.mark.slow
-def test_optimizers_train_every_agent_towards_its_own_goal():
-    net = NETS["unshared"]()
-    goal = torch.tensor([[[0.0], [1.0], [-1.0]]])
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss = (net(X) - goal).square().mean()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.01
 
 
 # Raised by torch.func.jvp itself; its kind depends on torch's release.

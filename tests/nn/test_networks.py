@@ -87,14 +87,6 @@ def test_convolutions_equal_torchrls_from_the_same_seed(centralised, share_param
     assert ours(torch.randn(0, 3, 2, 20, 20)).shape == (0, 3, 32)
 
 
-def test_the_issues_example_is_one_linear_layer_shared_by_all():
-    net = MultiAgentMLP(31, 4, 3, centralised=True, share_params=True)
-    assert {name: tuple(p.shape) for name, p in net.named_parameters()} == {"net.0.weight": (4, 93), "net.0.bias": (4,)}
-    y = net(torch.randn(7, 3, 31))
-    assert y.shape == (7, 3, 4)
-    assert torch.equal(y[:, 0], y[:, 2])
-
-
 def test_parameters_are_stacked_with_the_agents_in_front():
     shapes = {name: tuple(p.shape) for name, p in mlp(False, False).named_parameters()}
     assert shapes == {
@@ -108,25 +100,11 @@ def test_parameters_are_stacked_with_the_agents_in_front():
     assert tuple(conv(True, False).net[0].weight.shape) == (3, 4, 6, 3, 3)
 
 
-def test_agents_start_from_different_values():
-    weight = mlp(False, False).net[0].weight
-    assert not torch.allclose(weight[0], weight[1])
-
-
 def test_hidden_layers_and_activations():
     net = MultiAgentMLP(5, 2, 3, centralised=False, share_params=True, num_cells=[7, 9], activation_class=nn.ReLU)
     assert [type(layer) for layer in net.net] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
     assert [layer.out_features for layer in net.net[::2]] == [7, 9, 2]
     assert MultiAgentMLP(5, 2, 3, centralised=False, share_params=True, depth=1).net[0].out_features == 32
-
-
-def test_activations_take_options_as_torchrls_do():
-    options = {"activation_class": nn.LeakyReLU, "activation_kwargs": {"negative_slope": 0.5}}
-    assert mlp(False, False, **options).net[1].negative_slope == 0.5
-    net = MultiAgentConvNet(3, False, True, in_features=2, num_cells=[4], kernel_sizes=3, **options)
-    assert net.net[1].negative_slope == 0.5
-    theirs = torchrl.modules.MultiAgentMLP(5, 2, 3, centralised=True, share_params=True, depth=1, **options)
-    assert [m.negative_slope for m in theirs.modules() if isinstance(m, nn.LeakyReLU)] == [0.5]
 
 
 def test_an_activation_with_parameters_has_its_own_for_each_agent():
@@ -135,12 +113,6 @@ def test_an_activation_with_parameters_has_its_own_for_each_agent():
         net.net[1].weight.copy_(torch.tensor([[0.0], [1.0], [2.0]]))
     x = torch.randn(6, 3, 5)
     torch.testing.assert_close(net(x), one_by_one(net, x), rtol=1e-5, atol=1e-6)
-
-
-def test_several_inputs_are_concatenated():
-    net = mlp(False, False)
-    x = torch.randn(4, 3, 5)
-    torch.testing.assert_close(net(x[..., :2], x[..., 2:]), net(x))
 
 
 def test_both_spellings_of_centralised():

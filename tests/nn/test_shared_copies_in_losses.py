@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -138,20 +137,6 @@ def test_a_loss_trains_it_as_it_does_a_policy_that_can_be_copied(loss_name: str)
         for mine, its in zip(net.parameters(), like.parameters(), strict=True):
             assert mine.equal(its)
     assert not any(socket.closed for socket in sockets)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torchrl")
-def test_a_loss_and_its_networks_can_be_copied_and_the_copies_are_independent(loss_name: str):
-    loss, _ = trained(loss_name, [shared_on_copy(net) for net in nets_of(loss_name, Connected)])
-    torch.manual_seed(0)
-    expected = loss(a_batch())
-    copied = copy.deepcopy(loss)
-    with torch.no_grad():
-        for parameter in loss.parameters():
-            parameter.zero_()
-    torch.manual_seed(0)
-    for key, value in copied(a_batch()).items():
-        assert value.equal(expected[key]), key
 
 
 def test_ddpg_of_torchrl_cannot_copy_it_otherwise():

@@ -131,38 +131,3 @@ def test_copies_that_other_threads_make_are_ordinary_ones():
     thread.join()
     assert copies[0].weight is not layer.weight
     assert copies[0].weight.equal(layer.weight)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*")
-def test_torchrl_moves_a_policy_that_cannot_be_copied_to_another_device():
-    collectors = pytest.importorskip("torchrl.collectors")
-    envs = pytest.importorskip("torchrl.envs")
-    tensordict_nn = pytest.importorskip("tensordict.nn")
-
-    class Collector(collectors.Collector):
-        def _get_policy_and_device(self, policy: Any = None, **options: Any) -> Any:
-            with copied_as_twins(policy):
-                return super()._get_policy_and_device(policy, **options)
-
-    class Net(Robot):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.one_hot(super().forward(x[..., :3]).argmax(-1).clamp(max=1), 2)
-
-    def make() -> nn.Module:
-        return tensordict_nn.TensorDictModule(Net(), ["observation"], ["action"])
-
-    policy = make()
-    parameters = dict(policy.named_parameters())
-    options = {"frames_per_batch": 8, "total_frames": 16, "policy_device": "cpu:0"}
-    with pytest.raises(RuntimeError, match="there is one robot"):
-        collectors.Collector(lambda: envs.GymEnv("CartPole-v1"), make(), **options)
-    collector = Collector(lambda: envs.GymEnv("CartPole-v1"), policy, **options)
-    batches = []
-    for batch in collector:
-        batches.append(batch["action"].argmax(-1).clone())
-        with torch.no_grad():
-            policy.module.first.bias.copy_(torch.tensor([0.0, 1e6, 0.0]))
-            policy.module.last.weight.copy_(torch.eye(3))
-        collector.update_policy_weights_()
-    assert (batches[1] == 1).all()
-    assert all(dict(policy.named_parameters())[name] is one for name, one in parameters.items())
