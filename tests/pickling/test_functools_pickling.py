@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import muster
-from muster.errors import CannotTravel, RecipeError
+from muster.errors import CannotTravel
 from muster.pickling import find_culprits
 from muster.pickling.probe import attempt
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # as an error, what SWIG's types are warned about ends the process
     import Box2D
-    from pettingzoo.sisl import multiwalker_v9
 
 
 def test_caches_of_a_scripts_own_class_work_in_workers() -> None:
@@ -125,8 +124,3 @@ def test_objects_whose_class_has_no_module_are_named(hand_over: Any) -> None:
     with pytest.raises(CannotTravel, match=r"world.*\.this: SwigPyObject: TypeError: cannot pickle"):
         hand_over()
     assert find_culprits({"world": Box2D.b2World()})[0].type == "SwigPyObject"
-
-
-def test_an_env_that_holds_such_is_refused_as_any_other() -> None:
-    with pytest.raises(RecipeError, match="an env that exists already"):
-        muster.make_vec(multiwalker_v9.parallel_env(), 2)

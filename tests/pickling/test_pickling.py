@@ -18,7 +18,6 @@ import random
 import runpy
 import socket
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import threading
@@ -95,12 +94,6 @@ def generate():
     yield from range(3)
 
 
-def held_lock():
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
 FORK = '\n  context="fork" copies all objects. Nobody looks at what a fork breaks: threads, held locks, CUDA.\n'
 
 
@@ -109,7 +102,6 @@ FORK = '\n  context="fork" copies all objects. Nobody looks at what a fork break
     [
         (zmq.Context, "zmq.sugar.context.Context", "muster.lazy(zmq.Context)"),
         (threading.Lock, "_thread.lock", "muster.lazy(threading.Lock)"),
-        (held_lock, "_thread.lock", "muster.lazy(threading.Lock)"),
         (threading.RLock, "_thread.RLock", "muster.lazy(threading.RLock)"),
         (generate, "generator", "muster.lazy(function)"),
         (lambda: ctypes.pointer(ctypes.c_int(3)), "LP_c_int", "Build it in the worker instead: set "),
@@ -121,6 +113,8 @@ FORK = '\n  context="fork" copies all objects. Nobody looks at what a fork break
         ),
         (RaisesInReduce, "RaisesInReduce", "muster.lazy(test_pickling.RaisesInReduce)"),
         (ExitsInReduce, "ExitsInReduce", "SystemExit: 3"),
+        (RaisesInReduce, "RaisesInReduce", "ValueError: I am bound to this machine"),
+        (lambda: multiprocessing.Pipe()[0], "Connection", "another file in a worker"),
         (threading.Thread, "threading.Thread", "muster.lazy(function)"),
         (lambda: mmap.mmap(-1, 10), "mmap.mmap", "muster.lazy(mmap.mmap"),
         (lambda: weakref.ref(Server), "weakref", "muster.lazy("),
@@ -248,11 +242,6 @@ def test_where_nothing_is_known_that_builds_it_words_say_what_to_do():
     )
 
 
-def test_a_class_is_named_with_its_module():
-    code = 'env_kwargs["x"] = muster.lazy(threading.Condition)   # with its arguments, before muster.make_vec'
-    assert remedy(threading.Condition()).code == code
-
-
 SCRIPT = """
 import threading
 from muster.pickling import find_culprits
@@ -306,29 +295,10 @@ def test_no_private_name_is_offered(make):
     assert found.code == ""
 
 
-def test_a_file_without_a_name_is_not_opened_by_its_number():
-    with tempfile.TemporaryFile() as file:
-        assert "muster.lazy(open)   # with its arguments, " in remedy(file).code
-
-
-def test_processes_and_pipes_are_refused():
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        assert "belongs to the process that started it" in refusal(process)
-    ours, theirs = multiprocessing.Pipe()
-    assert "another file in a worker" in refusal(ours)
-    ours.close()
-    theirs.close()
-
-
 def test_an_object_that_hangs_is_named_in_time():
     message = refusal({"deep": [1, HangsInGetstate()]})
     assert 'env_kwargs["x"]["deep"][1]' in message
     assert "HangsInGetstate: pickling it hangs" in message
-
-
-def test_an_object_that_hangs_behind_many_others_is_still_answered_in_time():
-    message = refusal({"many": [Server(i) for i in range(5_000)], "last": HangsInGetstate()})
-    assert 'env_kwargs["x"]["last"]' in message
 
 
 def test_find_culprits_is_bounded_and_finds_what_stands_behind_a_hanging_object():
@@ -459,12 +429,6 @@ def test_path(make, path):
     assert blocking[0].path.endswith(path), blocking[0].path
 
 
-def test_an_env_in_a_closure_is_walked_through():
-    env = gym.make("CartPole-v1")
-    env.unwrapped.lock = threading.Lock()
-    assert only(find_culprits(lambda: env)).path.startswith("factory.<closure>.env.env")
-
-
 def test_cycles_end_and_the_shortest_path_is_given():
     first, second = Server(None), Server(threading.Lock())
     first.other, second.other = second, first
@@ -475,13 +439,6 @@ def test_cycles_end_and_the_shortest_path_is_given():
 def test_all_culprits_are_found():
     paths = [c.path for c in find_culprits([threading.Lock(), 1, RaisesInReduce(), (x for x in [])], "env")]
     assert paths == ["env[0]", "env[2]", "env[3]"]
-
-
-def test_one_culprit_among_a_hundred_thousand():
-    values = [Server(i) for i in range(50_000)] + list(range(50_000)) + [threading.Lock()]
-    started = time.monotonic()
-    assert only(find_culprits(values)).path == "factory[100000]"
-    assert time.monotonic() - started < LIMIT_S
 
 
 def nested_lists(levels):
@@ -585,14 +542,21 @@ def test_a_class_is_named_by_its_public_module(make, name):
     assert f'env_kwargs["x"][0] = muster.lazy({name})' in remedy([make()]).code
 
 
-def test_the_message_of_the_object_is_quoted():
-    assert "ValueError: I am bound to this machine" in refusal(RaisesInReduce())
-
-
 def test_the_original_error_is_the_cause():
     with pytest.raises(CannotTravel) as raised:
         pack(make_recipes(make_env, 1, {"x": RaisesInReduce()}), start_method="spawn")
     assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_a_memory_map_arrives_as_a_copy(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros(10))
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
+    assert "copy of its contents" in only(find_culprits(mapped)).reason
+
+
+def test_a_file_without_a_name_is_not_opened_by_its_number():
+    with tempfile.TemporaryFile() as file:
+        assert "muster.lazy(open)   # with its arguments, " in remedy(file).code
 
 
 def test_what_a_class_brings_along_from_its_module_is_named_last():
@@ -647,12 +611,6 @@ def test_a_huge_array_is_warned_about_with_its_size():
     assert culprit.severity == "silently_wrong"
 
 
-def test_a_memory_map_arrives_as_a_copy(tmp_path):
-    np.save(tmp_path / "a.npy", np.zeros(10))
-    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
-    assert "copy of its contents" in only(find_culprits(mapped)).reason
-
-
 @pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random])
 def test_a_random_generator_repeats_itself_in_every_worker(make):
     assert "repeat" in only(find_culprits(make())).reason
@@ -662,20 +620,3 @@ def test_a_space_that_was_sampled_is_no_culprit():
     space = gym.spaces.Dict(a=gym.spaces.Discrete(3))
     space.sample()
     assert find_culprits(space) == []
-
-
-def test_a_module_made_by_hand_travels_by_value():
-    assert "module of its own" in only(find_culprits(types.ModuleType("made_by_hand"))).reason
-
-
-def test_nothing_is_left_running_after_an_answer():
-    before = threading.active_count()
-    refusal(threading.Lock())
-    refusal(RaisesInReduce())
-    assert threading.active_count() <= before
-
-
-def test_tensors_of_the_cpu_travel():
-    torch = pytest.importorskip("torch")
-    recipes = make_recipes(make_env, 1, {"x": torch.zeros(1)})
-    assert pack(recipes, start_method="spawn")
