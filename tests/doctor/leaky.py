@@ -54,8 +54,6 @@ class Leaky(gym.Env[Any, Any]):
     def _each_step(self, trait: str) -> None:
         if trait == "20 KB":
             self.kept.append(bytearray(20_000))
-        if trait == "300 bytes":
-            self.kept.append(bytearray(300))
         if trait == "trajectory":  # kept until the episode is over
             self.kept.append(np.ones(20_000, np.uint8))
         if trait == "cache" and len(self.kept) < CACHE * min(1, (time.perf_counter() - self.began) / self.fill_s):

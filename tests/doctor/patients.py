@@ -29,10 +29,6 @@ class Patient(gym.Env[Any, Any]):
         if trait == "hangs at once":
             time.sleep(600)
 
-    def close(self) -> None:
-        if self.trait == "hangs on close":
-            time.sleep(600)
-
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.count = 0
@@ -48,8 +44,6 @@ class Patient(gym.Env[Any, Any]):
             time.sleep(600)
         if self.trait == "slow now and then" and Patient.steps % 200 == 0:
             time.sleep(0.1)
-        if self.trait == "slow":
-            time.sleep(0.2)
         if self.trait == "changes its action":
             action *= 0.5
         reward = float(action[0]) if self.trait == "rewards its action" else 0.0

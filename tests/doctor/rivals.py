@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +69,6 @@ class Served(Patient):
         self.server.communicate()
 
 
-class Bound(Patient):
-    """Listens on a Unix socket."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__()
-        self.address = address
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.bind(address)
-        self.socket.listen()
-
-    def close(self) -> None:
-        self.socket.close()
-        os.unlink(self.address)
-
-
 class Single(Patient):
     """Leaves a pid file, as daemons do, and refuses to start where there is one."""
 
@@ -114,81 +96,15 @@ class Daemon(Patient):
         self.daemon.communicate()
 
 
-class Recording(Patient):
-    """Writes each step into a database, in one long transaction."""
-
-    def __init__(self, database: str) -> None:
-        super().__init__()
-        self.database = sqlite3.connect(database, timeout=0.2)
-        self.database.execute("create table if not exists steps (number)")
-        self.database.execute("insert into steps values (0)")
-
-    def close(self) -> None:
-        self.database.rollback()
-        self.database.close()
-
-
 class Logging(Patient):
-    """Appends to one log file. how: "kept" open, or "reopened" for each line."""
+    """Appends to one log file, which it keeps open."""
 
-    def __init__(self, log: str, how: str = "kept") -> None:
+    def __init__(self, log: str) -> None:
         super().__init__()
-        self.log = log
-        self.kept = Path(log).open("a") if how == "kept" else None  # noqa: SIM115
-
-    def step(self, action: Any) -> Any:
-        if self.kept is None:
-            with open(self.log, "a") as log:
-                log.write("step\n")
-        return super().step(action)
+        self.log = Path(log).open("a")  # noqa: SIM115
 
     def close(self) -> None:
-        if self.kept is not None:
-            self.kept.close()
-
-
-class Sharing(Patient):
-    """Makes a shared memory of a fixed name."""
-
-    def __init__(self, memory: str) -> None:
-        super().__init__()
-        self.memory = shared_memory.SharedMemory(memory, create=True, size=100)
-
-    def close(self) -> None:
-        self.memory.close()
-        self.memory.unlink()
-
-
-class Driving(Patient):
-    """Drives a device that one process at a time may open."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.fd = os.open(device, os.O_RDWR)
-        fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-class PortOfItsOwn(Patient):
-    """Takes the first port that is free."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__()
-        self.socket = None
-        while self.socket is None:
-            try:
-                self.socket = socket.create_server(("127.0.0.1", port))
-            except OSError:
-                port += 1
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-def make_by_variable() -> Served:
-    return Served(int(os.environ["MUSTER_TEST_PORT"]))
+        self.log.close()
 
 
 def make_single() -> Single:
@@ -197,16 +113,3 @@ def make_single() -> Single:
 
 def make_by_index(port: int, **kwargs: Any) -> Served:
     return Served(port + muster.get_worker_info().env_index, **kwargs)
-
-
-def make_hard_coded(port: Any) -> Any:
-    """A factory without an argument for its port."""
-    return _HardCoded(port)
-
-
-class _HardCoded:
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    def __call__(self) -> Served:
-        return Served(self._port)

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import pkgutil
 import socket
+import sqlite3
 import tempfile
 import threading
-import warnings
 from dataclasses import replace
+from multiprocessing import shared_memory
 from typing import Any
 
 import gymnasium as gym
 import pytest
 from patients import Patient
 from rivals import (
-    Bound,
     Daemon,
-    Driving,
     Logging,
-    PortOfItsOwn,
-    Recording,
     Served,
-    Sharing,
     make_by_index,
-    make_by_variable,
-    make_hard_coded,
     make_single,
 )
 
@@ -37,14 +29,13 @@ from muster.doctor.advice import Verdict, candidates
 from muster.doctor.conflicts import Conflicts, find_conflicts, leftovers, watched
 from muster.doctor.diagnosis import Measurements
 from muster.doctor.fixes import Fix, arguments_of, fixes_for
-from muster.doctor.held import Held
+from muster.doctor.held import Held, held
 from muster.envs import resolve_foreign_id
 from muster.errors import NotEnoughMemory
 from muster.hosts.trial import Trials, pack_for_trials
 from muster.recipes.recipe import make_recipes
 from slow import slow
 
-SLOW = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("kept_launchers")
 
 
@@ -114,24 +105,14 @@ def run_four(env: Any, fix: Fix, **kwargs: Any) -> None:
     ("env", "kwargs", "kind", "fails"),
     [
         (Served, {"port": "PORT"}, "TCP port", True),
-        pytest.param(Served, {"port": "PORT", "kind": "udp"}, "UDP port", False, marks=SLOW),
-        pytest.param(Bound, {"address": "simulator.sock"}, "Unix socket", True, marks=SLOW),
+        pytest.param(Served, {"port": "PORT", "kind": "udp"}, "UDP port", False, marks=pytest.mark.slow),
         (Daemon, {"folder": "FOLDER"}, "file", True),
-        pytest.param(Recording, {"database": "levels.db"}, "file", True, marks=SLOW),
-        (Logging, {"log": "run.log"}, "file", False),
-        pytest.param(Logging, {"log": "run.log", "how": "reopened"}, "file", False, marks=SLOW),
-        pytest.param(Sharing, {"memory": "SHARED"}, "shared memory", True, marks=SLOW),
-        pytest.param(Driving, {"device": "robot0"}, "device", True, marks=SLOW),
+        (Logging, {"log": "FOLDER/run.log"}, "file", False),
     ],
 )
 def test_what_both_want_is_named_and_fixed_for_four(env, kwargs, kind, fails, port, tmp_path):
-    for number in range(4):
-        os.mkfifo(tmp_path / f"robot{number}")
-    named = {"PORT": port, "FOLDER": str(tmp_path), "SHARED": f"muster-test-{os.getpid()}"}
-    kwargs = {
-        name: named.get(value, str(tmp_path / value) if "." in value or "robot" in value else value)
-        for name, value in kwargs.items()
-    }
+    kwargs = {name: value.replace("FOLDER", str(tmp_path)) for name, value in kwargs.items()}
+    kwargs |= {"port": port} if "port" in kwargs else {}
     found = conflicts_of(env, **kwargs)
     assert found.fails is fails
     name = str(next(iter(kwargs.values())))
@@ -142,23 +123,30 @@ def test_what_both_want_is_named_and_fixed_for_four(env, kwargs, kind, fails, po
     run_four(env, found.fix, **kwargs)
 
 
-@pytest.mark.slow
-def test_an_env_that_refuses_to_start_beside_another_one_starts_after_the_doctor(tmp_path):
-    """Its pid file has no argument, so that no fix is known, and trials of all kinds fail."""
-
-    pid_file = tmp_path / "sim.pid"
-
-    class Single(Patient):
-        def __init__(self):
-            super().__init__()
-            pid_file.open("x").close()
-
-        def close(self):
-            pid_file.unlink()
-
-    diagnosis = muster.diagnose(Single, num_envs=2, seconds=0.1)
-    assert "sim.pid" in str(diagnosis)
-    assert not list(tmp_path.iterdir())
+def test_what_a_process_holds_is_listened_on_written_locked_or_shared(tmp_path, port):
+    memory = shared_memory.SharedMemory(create=True, size=8)
+    memory.buf[:1] = b"x"
+    os.mkfifo(tmp_path / "robot")
+    device = os.open(tmp_path / "robot", os.O_RDWR)
+    with (
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.create_server(("127.0.0.1", port)),
+        contextlib.closing(sqlite3.connect(tmp_path / "levels.db")) as database,
+        (tmp_path / "read").open("w"),
+        (tmp_path / "read").open(),
+    ):
+        unix.bind(str(tmp_path / "unix"))
+        unix.listen()
+        database.execute("create table steps (number)")
+        found = {(one.kind, one.name) for one in held(os.getpid())}
+    os.close(device)
+    assert found >= {
+        *(("TCP port", str(port)), ("shared memory", f"/dev/shm/{memory.name}")),
+        *(("Unix socket", str(tmp_path / "unix")), ("file", str(tmp_path / "levels.db"))),
+        *(("file", str(tmp_path / "read")), ("device", str(tmp_path / "robot"))),
+    }
+    memory.close()
+    memory.unlink()
 
 
 @pytest.mark.parametrize("waits", [False, *slow(True)])
@@ -171,14 +159,6 @@ def test_what_a_server_has_printed_stands_in_the_report(waits, port):
     assert f"env_kwargs={{'port': muster.lazy(lambda: {port} + {INDEX})}}" in finding.remedy
 
 
-@pytest.mark.slow
-def test_what_a_variable_says_is_another_for_each_worker(port, monkeypatch):
-    monkeypatch.setenv("MUSTER_TEST_PORT", str(port))
-    found = conflicts_of(make_by_variable)
-    assert found.fix.variables == {"MUSTER_TEST_PORT": f'f"{{{port} + i}}"'}
-    run_four(make_by_variable, found.fix)
-
-
 def test_files_in_the_folder_for_temporary_ones_get_a_folder_per_worker(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -187,54 +167,10 @@ def test_files_in_the_folder_for_temporary_ones_get_a_folder_per_worker(monkeypa
     run_four(make_single, found.fix)
 
 
-@pytest.mark.slow
-def test_a_port_that_no_argument_says_is_named_and_no_line_is_claimed(port):
-    diagnosis = muster.diagnose(make_hard_coded(port), num_envs=4, seconds=0.1, timeout=20.0)
-    (finding,) = [one for one in diagnosis.findings if one.topic == "at once"]
-    assert f"the same TCP port {port}" in finding.text
-    assert diagnosis.recommendation is None
-
-
-@pytest.mark.parametrize("env", [Patient, *slow(PortOfItsOwn, make_by_index)])
+@pytest.mark.parametrize("env", [Patient, *slow(make_by_index)])
 def test_envs_that_want_nothing_of_each_other_are_told_of_nothing(env, port):
     found = conflicts_of(env, **({} if env is Patient else {"port": port}))
     assert (found.wanted, found.fix, found.findings()) == ((), None, []), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("package", ["gymnasium", "minigrid", "pettingzoo"])
-@pytest.mark.filterwarnings("ignore:.*out of date:DeprecationWarning")
-def test_installed_envs_are_told_of_nothing(package):
-    told = {name: found for name in installed(package) if (found := conflicts_of(name)).findings()}
-    assert not told
-
-
-def installed(package: str) -> list[str]:
-    """Ids of envs that can be reset here, one of each class."""
-    pytest.importorskip(package)
-    if package == "pettingzoo":
-        families = {"mpe2": "mpe2", **{f"pettingzoo.{name}": name for name in ("sisl", "butterfly", "classic")}}
-        names = [
-            f"pettingzoo/{family}/{one.name}"
-            for module, family in families.items()
-            for one in pkgutil.iter_modules(importlib.import_module(module).__path__)
-        ]
-        return [name for name in names if name.rpartition("_v")[2].isdigit()]
-    newest = {}
-    for spec in gym.registry.values():
-        if str(spec.entry_point).startswith(f"{package}.") and "MuJoCo" not in str(spec.entry_point):
-            newest[spec.entry_point] = spec.id
-    return [name for name in newest.values() if builds(name)]
-
-
-def builds(name: str) -> bool:
-    with contextlib.suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Box2D dies of one that is an error
-        env = gym.make(name)
-        env.reset()  # MiniGrid's wheel lacks the patterns of some
-        env.close()
-        return True
-    return False
 
 
 def test_the_memory_of_an_envs_server_is_the_envs(port, monkeypatch):

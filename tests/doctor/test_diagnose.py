@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -155,18 +154,6 @@ def test_envs_that_share_an_object_are_run_on_threads_too():
     assert [one.partition(",")[0] for one in options[1:]] == ['backend="serial"', 'backend="thread"']
 
 
-def test_a_shared_object_that_hangs_in_a_fork_is_cut_off():
-    def hanging(lock: threading.Lock) -> Patient:
-        time.sleep(600)
-        return Patient()
-
-    recipe = make_recipes(hanging, 1, {"lock": threading.Lock()})[0]
-    verdict = Verdict("make_env", {}, 2, travels=False, tried={"fork": None})
-    subject = Subject(recipe, Trials([recipe], 1.0), "")
-    tried, _ = try_lines(candidates(verdict, Measurements()), subject, None, 0.1)
-    assert [one.problem for one in tried] == ["building many of it, it hung for 1 s"] * 3
-
-
 def test_it_goes_through_json(healthy):
     told = json.loads(json.dumps(healthy.to_dict()))
     assert told["blocks"] is False
@@ -262,10 +249,6 @@ def test_envs_that_disturb_each_other_are_found_by_trial():
     assert "disturb each other" in finding.text
 
 
-def test_envs_of_one_action_space_do_not_disturb_each_other():
-    assert about_pair(side_by_side("rewards its action")).severity == "good"
-
-
 @pytest.mark.parametrize(
     ("alone", "pair_stage", "severity"),
     [
@@ -297,11 +280,28 @@ def test_what_hangs_at_once_is_not_tried_with_every_start_method():
     assert "building it, the env hung" in about_behaviour(hung)[0].text
 
 
-@pytest.mark.slow
-def test_what_hangs_at_last_is_not_tried_again():
-    diagnosis = muster.diagnose(make_patient, env_kwargs={"trait": "hangs on close"}, seconds=0.2, timeout=3.0)
-    assert "closing it, the env hung" in text_of(diagnosis, "life", "warns")
-    assert "were not tried" in text_of(diagnosis, "life", "note")
+def test_a_shared_object_that_hangs_in_a_fork_is_cut_off():
+    def hanging(lock: threading.Lock) -> Patient:
+        time.sleep(600)
+        return Patient()
+
+    recipe = make_recipes(hanging, 1, {"lock": threading.Lock()})[0]
+    verdict = Verdict("make_env", {}, 2, travels=False, tried={"fork": None})
+    subject = Subject(recipe, Trials([recipe], 1.0), "")
+    tried, _ = try_lines(candidates(verdict, Measurements()), subject, None, 0.1)
+    assert [one.problem for one in tried] == ["building many of it, it hung for 1 s"] * 3
+
+
+@pytest.mark.parametrize(("only_one", "severity"), [(False, "good"), (True, "warns")])
+def test_an_env_that_holds_an_address_meets_itself_in_no_trial(only_one, severity):
+    pair = trials_of(Listening, 2, address=f"muster-test-{os.getpid()}-", only_one=only_one)
+    finding = about_pair(try_side_by_side(pair), None)
+    assert finding.severity == severity
+    assert ("only one may live in a process" in finding.text) == only_one
+
+
+def test_envs_of_one_action_space_do_not_disturb_each_other():
+    assert about_pair(side_by_side("rewards its action")).severity == "good"
 
 
 def test_an_instance_is_no_recipe_but_gets_a_factory():
@@ -332,14 +332,6 @@ def test_an_instance_is_named_by_what_makes_its_like(options, code):
     assert (f"make_vec({code}, " in advice.line) is (code != "env.spec")
 
 
-@pytest.mark.slow
-def test_an_instance_with_a_spec_gets_its_id():
-    diagnosis = diagnose(gym.make("CartPole-v1"))
-    assert "new ones are made from its spec 'CartPole-v1'" in text_of(diagnosis, "recipe", "note")
-    assert diagnosis.recommendation.line.startswith('envs = muster.make_vec("CartPole-v1", num_envs=')
-    assert not diagnosis.blocks
-
-
 def test_an_argument_that_cannot_travel_blocks_and_is_named():
     diagnosis = diagnose(lambda lock: Patient(), env_kwargs={"lock": threading.Lock()})
     assert diagnosis.blocks
@@ -353,16 +345,6 @@ def test_an_open_file_is_shared_by_a_fork_and_no_line_is_run(tmp_path):
         diagnosis = diagnose(functools.partial(lambda log: Patient(), log), name="my_game:logging_env")
     assert all("not run: its envs would use what they share" in one.problem for one in diagnosis.tried)
     assert 'context="fork"' in diagnosis.recommendation.line
-
-
-def test_an_id_that_does_not_exist_is_an_error_of_the_caller():
-    with pytest.raises(gym.error.Error):
-        diagnose("CartPohl-v1")
-
-
-def test_what_is_slow_does_not_hang():
-    outcome = try_out(trials.replay, "slow", 2.5, rows=15)  # in all 3 s
-    assert outcome.stage is None
 
 
 def test_multi_agent_envs_are_played_and_run():
@@ -465,20 +447,3 @@ def test_a_doctor_that_is_killed_leaves_nothing(file):
     deadline = time.monotonic() + 10  # the trial, which is ours now, ends by itself
     while living() - before and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def test_where_sigchld_is_ignored_nobody_knows_how_a_fork_has_ended():
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        outcome = Trials(make_recipes(make_patient, 1, {"trait": "segfault"}), 20.0).run(trials.behaviour)
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert outcome.how.startswith("ended the process (its exit code is unknown, ")
-
-
-@pytest.mark.parametrize(("only_one", "severity"), [(False, "good"), (True, "warns")])
-def test_an_env_that_holds_an_address_meets_itself_in_no_trial(only_one, severity):
-    pair = trials_of(Listening, 2, address=f"muster-test-{os.getpid()}-", only_one=only_one)
-    finding = about_pair(try_side_by_side(pair), None)
-    assert finding.severity == severity
-    assert ("only one may live in a process" in finding.text) == only_one

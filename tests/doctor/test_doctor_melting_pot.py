@@ -37,20 +37,6 @@ def test_the_doctor_says_so_too(substrate):
         assert 'or give the id "meltingpot/<substrate>"' in diagnosis.recommendation.factory
 
 
-def make_with_its_own_import():
-    from meltingpot import substrate
-
-    name = SUBSTRATE.partition("/")[2]
-    return substrate.build(name, roles=substrate.get_config(name).default_player_roles)
-
-
-@pytest.mark.slow
-def test_a_factory_that_imports_substrates_gets_a_line_too():
-    diagnosis = muster.diagnose(make_with_its_own_import, num_envs=2, seconds=0.3)
-    assert not diagnosis.blocks, str(diagnosis)
-    assert not [one for one in diagnosis.findings if "chex" in one.text], str(diagnosis)
-
-
 @pytest.mark.slow
 def test_by_id_it_gets_a_line_that_works():
     diagnosis = muster.diagnose(SUBSTRATE, num_envs=2, seconds=0.3)

@@ -117,12 +117,6 @@ def test_what_comes_and_goes_or_fills_is_none(name: str, values: Any) -> None:
     assert growth.a_step == growth.an_episode == 0
 
 
-def test_rates_are_by_step_whatever_the_machine_does_besides() -> None:
-    # Half of the steps in the first third, and then more and more slowly.
-    steps = np.floor(300_000 * np.sqrt(AT_S / 60))
-    assert judged("memory", 30 * MB + 2000 * steps, steps).a_step == pytest.approx(2000)
-
-
 def test_a_soak_that_is_too_short_says_so() -> None:
     soak, (found,) = judge_soak(TrialOutcome({"samples": [[one, 100, 5, 1, 6, 0] for one in (0, 1)]}), 1)
     assert found.severity == "note"
@@ -216,17 +210,3 @@ def test_the_command_prints_the_table_and_the_verdict() -> None:
     assert " a step, 1 an episode: from " in said
     assert "Soaked for 3" in said
     assert "+1 grows child processes" in said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_a_minute_finds_the_leak() -> None:
-    _, findings = soaked(Leaky, 60.0, traits="300 bytes")
-    assert any(text.startswith("leaks memory, 3") for text in warnings_of(findings)), findings
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "HalfCheetah-v5", "ALE/Pong-v5"])
-def test_a_minute_finds_nothing_in_known_envs(env_id: str) -> None:
-    assert is_clean(*soaked(env_id, 60.0))

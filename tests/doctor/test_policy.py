@@ -112,14 +112,6 @@ def doctor(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_command_tells_it_to_people(doctor):
-    done = doctor("my_game:gives_what_exists", "--policy", "my_policies:make_policy")
-    said = " ".join(done.stdout.split())
-    assert "because of policy.lock (_thread.lock)" in said
-    assert "# pass policy_factory=" in said
-
-
-@pytest.mark.slow
 def test_the_command_tells_it_to_programs_and_a_policy_that_stays_blocks_nothing(doctor):
     done = doctor("CartPole-v1", "--policy", "my_policies:make_policy", "--json", "--seconds", "0.2")
     assert done.returncode == 0, done.stderr
