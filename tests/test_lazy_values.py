@@ -10,11 +10,9 @@ import operator
 import os
 import pickle
 import sqlite3
-import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import cloudpickle
 import gymnasium as gym
@@ -23,7 +21,6 @@ import pytest
 import zmq
 
 import muster
-import programs
 from muster.errors import NotBuilt, RecipeError
 from muster.lazy_values import LazyValues, lazy
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
@@ -190,13 +187,6 @@ def test_context_managers_are_entered_and_left():
     assert events == ["enter", "exit"]
 
 
-def test_a_directory_lives_as_long_as_the_env():
-    values, resolved = resolve(path=lazy(tempfile.TemporaryDirectory))
-    assert Path(resolved["path"]).is_dir()
-    values.release(5.0)
-    assert not Path(resolved["path"]).exists()
-
-
 def test_locks_are_not_taken():
     _, resolved = resolve(lock=lazy(threading.Lock), rlock=lazy(threading.RLock), condition=lazy(threading.Condition))
     assert not resolved["lock"].locked()
@@ -300,12 +290,6 @@ def test_an_error_says_which_value_was_being_built():
 def test_a_value_in_place_of_a_function_is_explained():
     with pytest.raises(TypeError, match=r"muster\.lazy\(zmq\.Context\), not muster\.lazy\(zmq\.Context\(\)\)"):
         lazy(5)
-
-
-def test_the_public_names_are_not_hidden_by_modules():
-    code = "import muster, muster.recipes.recipe; print(callable(muster.lazy), callable(muster.get_worker_info))"
-    done = programs.run("-c", code, fresh=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
 
 
 def test_what_multiprocessing_shares_comes_unlocked():

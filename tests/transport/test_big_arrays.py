@@ -80,25 +80,6 @@ def test_a_replaced_worker_gets_them_as_they_were_at_first():
         assert [total for total, *_ in envs.call("sums")] == [2 * MEGABYTE, 14 * MEGABYTE]
 
 
-class OfBytes:
-    """Hands on the memory of bytes."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def __reduce_ex__(self, protocol):
-        return OfBytes, (pickle.PickleBuffer(self.data),)
-
-    def sum(self):
-        return sum(self.data[:3]) + sum(self.data[-3:])
-
-
-def test_bytes_that_an_object_hands_on_stay():
-    data = OfBytes(b"\1" * MEGABYTE)
-    with muster.make_vec(Keeper, 1, num_workers=1, env_kwargs={"big": data}) as envs:
-        assert envs.call("sums") == ((6, 0, None),)
-
-
 def test_each_array_is_stored_once_and_stays_read_only():
     big, fixed = np.arange(MEGABYTE, dtype=np.int32), np.zeros((MEGABYTE, 2), np.uint8, order="F")
     fixed.flags.writeable = False
