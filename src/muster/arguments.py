@@ -95,7 +95,7 @@ def option(
     positional: bool = False,
     repeated: bool = False,
 ) -> T:
-    """A field of a dataclass, each field of which is an option in Python, in a file and of a command.
+    """A field of a dataclass of options: in Python, in a file and of a command.
 
     about: its line in a command's help.  least, above, most: the bounds of a number. Without `most` it is finite, and a
         whole one below 2**64.
@@ -202,7 +202,7 @@ def _is_of(kind: Any, value: Any, bounds: Mapping[str, Any]) -> bool:
 
 
 def _described(kind: Any, bounds: Mapping[str, Any]) -> list[str]:
-    """What a value may be, in words."""
+    """The values that are allowed, in words."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return list(map(repr, parts))
@@ -240,9 +240,9 @@ def explains_keywords(
                     meant = f"Did you mean {near[0]}? " if near else ""
                     if keyword in ("cluster", "num_collectors"):
                         meant = f"Collectors have it: muster.MultiCollector(envs, policy, {keyword}=...). "
-                    whose = "make_vec" if keyword in options else "the env itself"
+                    owner = "make_vec" if keyword in options else "the env itself"
                     raise WrongType(
-                        f"{name}() got an unexpected keyword argument {keyword!r}. {meant}A keyword of {whose} is "
+                        f"{name}() got an unexpected keyword argument {keyword!r}. {meant}A keyword of {owner} is "
                         f"passed as {written}."
                     )
             return function(*args, **kwargs)

@@ -45,7 +45,7 @@ PACKAGES = {
 
 
 def bound_spinning() -> None:
-    """Has OpenMP's threads, by which torch computes, sleep soon when they wait: envs' workers need their cores.
+    """Has OpenMP's threads, with which torch computes, sleep soon when they wait: envs' workers need their cores.
 
     OpenMP asks the environment as torch is imported. What users have said there stays.
     """
@@ -103,7 +103,7 @@ def missing_explained(needing: str, command: str) -> Iterator[None]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module is installed, or replaced by the user's own in ``sys.modules``.
+    """Returns whether a module is installed, or replaced by the user's own in ``sys.modules``.
 
     A bare folder of that name, which has no origin, does not count.
     """
@@ -122,7 +122,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def is_older(found: str, oldest: str) -> bool:
-    """Whether version `found` is known to be older than `oldest`. A pre-release counts as the release."""
+    """Returns whether version `found` is known to be older than `oldest`. A pre-release counts as the release."""
     release = release_of(found)
     return bool(release) and release < release_of(oldest)
 

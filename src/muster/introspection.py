@@ -75,7 +75,7 @@ def class_name(kind: type) -> str:
 
 
 def public_name(definition: Any) -> str | None:
-    """Module and name by which code may import a class or function; None where only private names lead to it.
+    """Module and name for importing a class or function; None where only private names lead to it.
 
     Where its own module is private, that is a public one that has it, too: ``queue`` for ``_queue``,
     ``concurrent.futures`` for ``concurrent.futures._base``.

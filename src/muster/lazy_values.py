@@ -95,12 +95,12 @@ def lazy(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy:
 
     It may be a value of `env_kwargs` (or of a drop-in's `wrapper_kwargs`, `monitor_kwargs` and `create_env_kwargs`), or
     an argument of a ``functools.partial`` that builds or wraps an env, also inside dicts, lists, tuples and partials.
-    Only ``fn`` and its arguments travel. Inside ``fn``, ``muster.get_worker_info()`` tells envs apart:
+    Only ``fn`` and its arguments travel. Inside ``fn``, ``muster.get_worker_info()`` names the env:
     ``lazy(lambda: 5555 + muster.get_worker_info().unique_index)``. One Lazy that is used twice is built once per env.
 
-    If ``fn`` returns a context manager, its context is entered; not for locks and database connections, whose ``with``
-    means something else. The value is released with the env, last built first: by leaving the context, else by the
-    first of ``close()``, ``destroy()`` and ``term()`` that it has. Raises WrongType if ``fn`` is not callable.
+    If ``fn`` returns a context manager, its context is entered; not for locks and database connections: their
+    ``with`` means something else. The value is released with the env, last built first: by leaving the context, else by
+    the first of ``close()``, ``destroy()`` and ``term()`` that it has. Raises WrongType if ``fn`` is not callable.
 
     >>> import muster
     >>> is_odd = muster.lazy(lambda: muster.get_worker_info().env_index % 2 == 1)
@@ -126,13 +126,13 @@ class LazyValues:
     def __init__(self) -> None:
         # By id of the original, which is kept so that its id cannot be taken by another object.
         self._resolved: dict[int, tuple[Any, Any]] = {}
-        # By id: each resource whose release is noted already, and the value that the env gets for it.
+        # By id: each resource that is noted for its release, and the value that the env gets for it.
         self._adopted: dict[int, tuple[Any, Any]] = {}
         self._releases: list[tuple[str, Callable[[], Any]]] = []
 
     @property
     def has_releases(self) -> bool:
-        """Whether a value has to be released."""
+        """True where a value has to be released."""
         return bool(self._releases)
 
     def resolve(self, value: Any, path: str, depth: int = 0) -> Any:
@@ -222,7 +222,7 @@ class LazyValues:
 
 
 def _is_context_manager(resource: object) -> bool:
-    """Whether ``with`` opens and closes the resource, and does not merely take a lock or start a transaction."""
+    """Returns whether ``with`` opens and closes the resource, and does not just take a lock or start a transaction."""
     kind = type(resource)
     # multiprocessing's values and conditions have `acquire` as an attribute of their own.
     return (
@@ -234,7 +234,7 @@ def _is_context_manager(resource: object) -> bool:
 
 
 def _run_bounded(release: Callable[[], Any], path: str, timeout_s: float) -> bool:
-    """Whether ``release()`` ended in time; an exception that it raises is logged, and counts as an end."""
+    """Returns whether ``release()`` ended in time; an exception that it raises is logged, and counts as an end."""
     thread = threading.Thread(
         target=_run, args=(release, path, get_worker_info()), daemon=True, name=f"muster-release {path}"
     )

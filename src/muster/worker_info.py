@@ -56,7 +56,7 @@ def seeds_of_envs(sequence: np.random.SeedSequence, count: int = 1) -> list[int]
 
 
 class _Here(threading.local):
-    """What the innermost context of a thread entered with: its info, and what `running` returned when it began.
+    """The innermost context of a thread: its info, and what `running` returned when it began.
 
     That is an EnvHost and the index of its env. Where `running` returns something else now, an env is stepped inside
     that context, and the env's info counts.

@@ -120,7 +120,7 @@ def test_what_comes_and_goes_or_fills_is_none(name: str, values: Any) -> None:
 def test_a_soak_that_is_too_short_says_so() -> None:
     soak, (found,) = judge_soak(TrialOutcome({"samples": [[one, 100, 5, 1, 6, 0] for one in (0, 1)]}), 1)
     assert found.severity == "note"
-    assert "too few to tell whether anything grows" in found.text
+    assert "too few to show that anything grows" in found.text
     assert soak is not None
     assert soak.quantities == ()
 

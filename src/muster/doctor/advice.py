@@ -167,7 +167,6 @@ def _as_made(spec: EnvSpec) -> dict[str, Any]:
 
 
 def _missing_arguments(factory: Any, env_kwargs: Mapping[str, Any]) -> list[str]:
-    """Names of the arguments that a factory needs and `env_kwargs` lacks."""
     try:
         parameters = inspect.signature(factory, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):
@@ -204,7 +203,6 @@ def _candidate(verdict: Verdict, measured: Measurements, num_envs: int, context:
 
 
 def _parallel_env(verdict: Verdict, num_envs: int, options: Mapping[str, Any]) -> str:
-    """The call of TorchRL's class for a line with the options of `make_vec`."""
     code = [str(num_envs), verdict.source]
     if kwargs := _kwargs(verdict):
         code.append(f"create_env_kwargs={kwargs}")
@@ -230,7 +228,6 @@ def _kwargs(verdict: Verdict) -> str:
 
 
 def _is_literal(env_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the arguments' repr, as code, makes them again."""
     if not all(map(is_plain, env_kwargs.values())) or len(text := repr(env_kwargs)) > _LONGEST_REPR:
         return False
     with contextlib.suppress(ValueError, SyntaxError):  # the repr of an array is no literal

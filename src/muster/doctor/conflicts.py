@@ -17,7 +17,7 @@ from muster.hosts.trial import TrialOutcome, Trials
 from muster.vector.side_by_side import LEAST_S
 
 _SHOWN = 4
-_OF_ITS_OWN = "give the env an argument for it, or set the variable by which it is told, and ask again"
+_OF_ITS_OWN = "give the env an argument for it, or set the variable that it reads, and ask again"
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,10 @@ def watched(env: Trials, trial: Callable[..., None], **options: Any) -> TrialOut
 
 
 def leftovers(alone: Sequence[TrialOutcome]) -> list[str]:
-    """The files and sockets that each env has, and takes away when it is closed: pid files, of which one that was
-    killed leaves its own, so that no other one starts."""
+    """The files and sockets that each env takes away when it is closed, such as pid files.
+
+    An env that was killed leaves its own, so that no other one starts.
+    """
     return [
         one.name for one in _of_each(alone) if one.kind in ("file", "Unix socket") and not os.path.lexists(one.name)
     ]
@@ -76,7 +78,7 @@ def _of_each(alone: Sequence[TrialOutcome]) -> set[Held]:
 def find_conflicts(
     env: Trials, alone: Sequence[TrialOutcome], say: Callable[[str], None], arguments_alone: bool
 ) -> Conflicts:
-    """What two envs fight over, with a fix that has been seen to work.
+    """The things that two envs fight over, with a fix that has been seen to work.
 
     alone: trials of one, `behaviour` and `replay`.  say: called with the name of each stage.
     arguments_alone: whether a fix may change nothing but arguments.
@@ -105,7 +107,7 @@ def find_conflicts(
 
 
 def _shared(pair: TrialOutcome, alone: Sequence[TrialOutcome]) -> set[Held]:
-    """What two envs that run have both, or one has in place of the other, whose server has given up."""
+    """The things that two running envs have both, or one of them where the other's server has given up."""
     held, noted = (set.intersection(*pair.results[name]) for name in ("held", "noted"))
     caches = f"{os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')}/"
     # Of addresses that were bound, each may have another one now.
@@ -118,6 +120,6 @@ def _shared(pair: TrialOutcome, alone: Sequence[TrialOutcome]) -> set[Held]:
             for things in outcome.results["held"]
         )
         for of_each in of_pair:
-            # Beside what is fixed, each may have addresses that the kernel chooses.
+            # Each may also have addresses that the kernel chooses.
             shared |= (one & again) - of_each if len(of_each) < min(len(one), len(again)) else set()
     return shared

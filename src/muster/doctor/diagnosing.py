@@ -60,7 +60,7 @@ def diagnose(
 ) -> Diagnosis:
     """The obstacles to running an env in parallel, and the fastest of the `make_vec` lines that suit it.
 
-    env, env_kwargs, wrappers: as for `make_vec`, and factories of TorchRL's `EnvBase`, whose line is one of
+    env, env_kwargs, wrappers: as for `make_vec`, and factories of TorchRL's `EnvBase`, with a line of
         `muster.interop.torchrl.ParallelEnv`; an env that exists already is a finding, not an error. Every trial runs
         in a process of its own: a crash, a hang or an exit in the env is a finding, too. With what the env shares with
         this process (queues, locks, pipes, memory) only one worker is tried, for one step, and a finding says so.
@@ -75,7 +75,7 @@ def diagnose(
     policy: examined as well: could `MultiCollector` copy it to its processes? It is not called. Needs PyTorch.
 
     Raises what `make_vec` raises for an id that does not exist, and for arguments that make no sense. Raises
-    ImportError where a policy is to be examined without PyTorch. Returns a `Diagnosis`, whose ``str`` is a report.
+    ImportError where a policy is to be examined without PyTorch. Returns a `Diagnosis`: its ``str`` is a report.
 
     >>> import muster
     >>> diagnosis = muster.diagnose("CartPole-v1", env_kwargs={"speed": 2})
@@ -124,7 +124,7 @@ class Subject:
 
     @property
     def travels(self) -> bool:
-        """Whether its recipe can be sent."""
+        """True where its recipe can be sent."""
         return isinstance(self.trials.recipes, bytes)
 
     @classmethod
@@ -199,7 +199,6 @@ def _diagnose_env(
 def _try_in_one_process(
     pair: Sequence[Recipe], subject: Subject, behaviour: TrialOutcome, verdict: Verdict, found: list[Finding]
 ) -> TrialOutcome:
-    """The trial of two in one process; what it shows is added to the verdict and the findings."""
     subject.say("trying two of it in one process")
     packed = pack_for_trials([verdict.fix.apply(one)[0] for one in pair], "spawn")
     side_by_side = try_side_by_side(replace(subject.trials, recipes=packed), behaviour.results["rows"])
@@ -275,7 +274,6 @@ def pick(lines: Sequence[Candidate], tried: Sequence[TriedLine]) -> Recommendati
 
 
 def _soak(diagnosis: Diagnosis, subject: Subject | None, soak_s: float) -> tuple[Soak | None, list[Finding]]:
-    """Soaks an env that the `diagnosis` has found to work; returns the soak and its verdicts."""
     measured, tried = diagnosis.measured, diagnosis.tried
     if subject is not None and subject.shared:
         why = "that would use what it shares with this process"
@@ -295,7 +293,6 @@ def _name(env: Any) -> str:
 
 
 def _source(env: Any, target: str) -> str:
-    """The name of `env` in a line of code; "make_env" where it has none of its own."""
     if isinstance(env, str):
         return json.dumps(env)
     spec = env if isinstance(env, EnvSpec) else spec_of(env)
@@ -341,7 +338,7 @@ def try_contexts(subject: Subject, behaviour: TrialOutcome) -> dict[str, str | N
 
 def _try_context(subject: Subject, context: str) -> str | None:
     """The problem that ended a worker started for real; None if it stepped."""
-    if not subject.travels and context != "fork":  # by which it is inherited
+    if not subject.travels and context != "fork":  # a fork inherits it
         return "the recipe cannot be sent to its workers, see above"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -124,7 +124,7 @@ class TriedLine:
 
 @dataclass(frozen=True)
 class PolicyVerdict:
-    """Whether a policy can be copied to collector processes.
+    """The decision if a policy can be copied to collector processes.
 
     weight_bytes: size of its parameters and buffers.  path, type, reason: these describe the object in the way, ""
     where there is none.  ways_out: what can be done about it.
@@ -202,7 +202,7 @@ class Diagnosis:
 
     @property
     def blocks(self) -> bool:
-        """Whether a finding keeps the env from running in parallel in the form in which it was passed."""
+        """True where a finding keeps the env from running in parallel in the form in which it was passed."""
         return any(finding.severity == "blocks" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -261,7 +261,6 @@ def size(value: int | None) -> str:
 
 
 def _in_units(value: float | None, units: Mapping[str, float]) -> str:
-    """The value in the first unit of which it has fewer than 1000, or in the last one."""
     if value is None:
         return ""
     unit = next((unit for unit, one in units.items() if value / one < 1000), list(units)[-1])

@@ -44,7 +44,7 @@ def about_behaviour(outcome: TrialOutcome) -> list[Finding]:
         text = (
             f"some steps take far longer than most: the median is {seconds(median_s)}, the mean {seconds(mean_s)}, the "
             f"longest {seconds(results['step_longest_s'])}. In a vector env all wait for the slowest of a step; look "
-            "for what such a step does besides, such as a rebuild. envs.send and envs.recv wait for the first that are "
+            "for what else such a step does, such as a rebuild. envs.send and envs.recv wait for the first that are "
             "done, and muster train --num-collectors waits once a rollout"
         )
         found.append(Finding("warns", "steps", text))
@@ -87,7 +87,7 @@ def about_pair(pair: SideBySide, step_s: float | None = None) -> Finding:
     if step_s is not None and step_s < _LONG_STEP_S:
         text += f". num_workers= packs them, which saves a wake-up for each step of {seconds(step_s)}"
     elif step_s is not None:
-        text += f". Packing them would save little: a wake-up is nothing beside a step of {seconds(step_s)}"
+        text += f". Packing them would save little: a wake-up is nothing against a step of {seconds(step_s)}"
     return Finding("good", "isolation", text)
 
 

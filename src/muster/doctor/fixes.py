@@ -43,7 +43,7 @@ class Fix:
         return f"muster.make_vec(..., {', '.join(shown)})"
 
     def options(self) -> list[str]:
-        """Its options of `make_vec`, beside the env's arguments."""
+        """Its options of `make_vec`, without the env's arguments."""
         variables = ", ".join(f'"{name}": {code}' for name, code in self.variables.items())
         return [f"worker_env=lambda i: {{{variables}}}"] * bool(variables)
 
@@ -111,7 +111,7 @@ def _ways(
 
 
 def _code(one: Held, value: int | str, ports: Sequence[int], index: str) -> str | None:
-    """Code for a value as that of an argument, of which each env has another; None where it does not name the thing.
+    """Code that gives each env another value like that of an argument; None where that does not name the thing.
 
     ports: all of its kind that both want.  index: code for the env's.
     """
@@ -120,7 +120,7 @@ def _code(one: Held, value: int | str, ports: Sequence[int], index: str) -> str 
     if isinstance(value, int) or len(value) < 2:
         return None
     path, whole = one.name.lstrip("@"), os.path.abspath(value)
-    # A database has its journal beside it.
+    # The journal of a database begins with its name.
     if not path.startswith(whole) and value.lstrip("/") not in os.path.basename(path):
         return None
     root, suffix = os.path.splitext(value)

@@ -90,7 +90,6 @@ def files_in(folders: Iterable[str]) -> set[Held]:
 
 
 def _addresses(pid: int) -> Iterator[tuple[str, Held]]:
-    """The addresses that processes listen on in the network of `pid`, by the socket's inode."""
     for kind, state in zip(PORTS, (_LISTENS, _UNCONNECTED), strict=True):
         for file in (kind[:3].lower(), f"{kind[:3].lower()}6"):
             for line in read_text(Path(f"/proc/{pid}/net/{file}")).splitlines()[1:]:
@@ -118,7 +117,7 @@ class HeldRecorder:
         sys.addaudithook(self._note)
 
     def noted(self, worker: int) -> set[Held]:
-        """What a worker has noted."""
+        """The things that a worker has noted."""
         lines = read_text(Path(f"{self._folder}/{worker}")).splitlines()
         return {Held(kind, name) for kind, _, name in (line.partition("\t") for line in lines)}
 
@@ -133,7 +132,6 @@ class HeldRecorder:
 
 
 def _opened(path: Any, mode: str | None = None, flags: int = os.O_RDWR) -> set[Held]:
-    """The file that is opened for writing; sqlite3 names its path alone."""
     if isinstance(path, int) or flags & os.O_ACCMODE == os.O_RDONLY:
         return set()
     name = os.fsdecode(path)
@@ -141,7 +139,6 @@ def _opened(path: Any, mode: str | None = None, flags: int = os.O_RDWR) -> set[H
 
 
 def _bound(bound: socket.socket, address: Any) -> set[Held]:
-    """The address that a socket is bound to; empty where the kernel chooses it."""
     if bound.family == socket.AF_UNIX:
         name = os.fsdecode(address)
         return {Held("Unix socket", f"@{name[1:]}" if name.startswith("\0") else os.path.abspath(name))}

@@ -50,7 +50,7 @@ class MachineReport:
 
     @property
     def blocks(self) -> bool:
-        """Whether a fact keeps worker processes from running here."""
+        """True where a fact keeps worker processes from running here."""
         return any(fact.severity == "blocks" for fact in self.facts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,13 +183,11 @@ def _about_packages() -> Iterator[Finding]:
 
 
 def _installed_of(alternatives: list[str]) -> tuple[str, str | None]:
-    """The first package of these that is installed, with its version; the first one with None where none is."""
     versions = {name: installed_version(name) for name in alternatives}
     return next((one for one in versions.items() if one[1]), (alternatives[0], None))
 
 
 def _oldest_versions() -> dict[str, str]:
-    """By package the oldest version that works, where Muster's own metadata names one."""
     try:
         needed = metadata.requires("muster-rl") or []
     except metadata.PackageNotFoundError:

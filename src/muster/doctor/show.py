@@ -85,7 +85,6 @@ def show_speeds(
 
 
 def _print(parts: Sequence[RenderableType], console: Console) -> None:
-    """Prints the parts, with an empty line between two."""
     for number, part in enumerate(parts):
         if number > 0:
             console.print()

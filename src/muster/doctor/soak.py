@@ -120,7 +120,6 @@ def _samples(env: Any, seconds: float, alive: Callable[[], None]) -> Iterator[Sa
 
 
 def _held() -> tuple[int, int, int]:
-    """Bytes of memory, file handles and child processes of this process."""
     gc.collect()  # what waits for its collection is no leak
     children = descendants(os.getpid()) or ()
     # In a fork its own private memory would grow with each page of the caller's that it writes to.
@@ -130,7 +129,6 @@ def _held() -> tuple[int, int, int]:
 
 
 def _names() -> dict[str, Counter[str]]:
-    """The names of what can be named, by field of `Sample`."""
     handles = Counter[str]()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -170,13 +168,13 @@ def judge_soak(outcome: TrialOutcome, soak_s: float) -> tuple[Soak | None, list[
         names = ", ".join(one.name for one in quantities)
         findings.append(Finding("good", "soak", f"no leak in {played}: {names} stay as they are"))
     elif not findings:
-        text = f"{played} are too few to tell whether anything grows: soak it for longer"
+        text = f"{played} are too few to show that anything grows: soak it for longer"
         findings.append(Finding("note", "soak", text))
     return soak, findings
 
 
 def _growth(field: str, samples: Sequence[Sample], stopped: bool) -> SoakedQuantity | None:
-    """The course of one quantity; None where the samples are too few to tell. stopped: whether it ended the soak."""
+    """The course of one quantity; None where the samples are too few. stopped: whether it ended the soak."""
     name, unit, tolerance = _QUANTITIES[field]
     columns = ("at_s", "steps", "episodes", field)
     at_s, *counts, values = (np.array([getattr(one, column) for one in samples], np.float64) for column in columns)

@@ -1,4 +1,4 @@
-"""What the command line names for the doctor: imported first where it does no harm, and in lines of code."""
+"""The envs and policies that the command line names: imported first where it does no harm, and in lines of code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's trials, each of which `Trials` runs in a process of its own."""
+"""The doctor's trials: `Trials` runs each in a process of its own."""
 
 from __future__ import annotations
 
@@ -159,5 +159,4 @@ def stepping_many(
 
 
 def _threads() -> int:
-    """The number of threads of this process, native ones included."""
     return len(os.listdir("/proc/self/task"))

@@ -98,7 +98,7 @@ def from_torchrl(env: Any) -> Any:
 
 
 def is_torchrl(env: Any) -> bool:
-    """Whether `env` is one of TorchRL's own. Recognised by its class's methods: TorchRL need not be installed."""
+    """Returns whether `env` is of TorchRL, by its class's methods: TorchRL need not be installed."""
     return hasattr(type(env), "full_action_spec") and hasattr(type(env), "rand_step")
 
 

@@ -107,7 +107,6 @@ class AgentsEnv(Adapting, ABC):
     # ---- making rows
 
     def _chosen(self, actions: dict[str, Any], agents: list[Agent]) -> dict[Agent, Any]:
-        """Each agent's own action. actions: by group.  agents: those that act."""
         by_group = [split(actions[name]) if split else actions[name] for name, split in self._splits]
         return self._agents_row.choose(by_group, agents)
 
@@ -244,7 +243,7 @@ class AgentsEnv(Adapting, ABC):
 def _layout_of(
     specs: AgentSpecs, override: Mapping[Agent, str] | None
 ) -> tuple[AgentLayout, dict[str, Callable[[Any], Any]]]:
-    """The layout, and for each group whose observations hold the action mask, a function that removes the mask."""
+    """The layout, and for each group with the action mask in its observations, a function that removes the mask."""
     observation_spaces = {agent: sorted_space(space) for agent, space in specs.observation_spaces.items()}
     groups = group_agents(specs.agents, observation_spaces, specs.action_spaces, override)
     by_group: dict[str, Space] = {}

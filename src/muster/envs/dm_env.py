@@ -22,7 +22,7 @@ _DISCRETE_TAKES_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters
 
 
 def is_dm_env(env: Any) -> bool:
-    """Whether `env` speaks dm_env's API, for one agent or several."""
+    """Returns whether `env` speaks dm_env's API, for one agent or several."""
     return all(callable(getattr(env, name, None)) for name in ("reset", "step", "observation_spec", "action_spec"))
 
 

@@ -1,4 +1,4 @@
-"""Groups of agents: a group holds the agents of one kind, whose arrays lie in one block ``[N, A, ...]``."""
+"""Groups of agents: a group holds the agents of one kind, with their arrays in one block ``[N, A, ...]``."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def is_complete() -> bool:
-    """Whether the version is installed, with all that its substrates need."""
+    """Returns whether the version is installed, with all that its substrates need."""
     for name, _, oldest in (requirement.partition(">=") for requirement in REQUIREMENTS):
         if (found := installed_version(name)) is None or is_older(found, oldest):
             return False
@@ -79,7 +79,7 @@ def is_complete() -> bool:
 
 
 def obstacle_here() -> str | None:
-    """Why Melting Pot cannot be installed here, in a sentence; None where nothing speaks against it."""
+    """The reason why Melting Pot cannot be installed here, in a sentence; None where nothing speaks against it."""
     if platform.system() != "Linux" or platform.machine() not in PROCESSORS:
         return (
             f"Muster runs Melting Pot on Linux on {' or '.join(PROCESSORS)}; "
@@ -108,7 +108,6 @@ def put_empty_assets(folder: Path) -> None:
 
 
 def _pip(*arguments: str, environment: dict[str, str] | None = None) -> int:
-    """Runs ``pip install``; returns its exit status."""
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
     status = subprocess.run(command, env=environment, check=False).returncode
     if status:

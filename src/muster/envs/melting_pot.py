@@ -1,4 +1,4 @@
-"""Melting Pot: envs of dm_env's API whose timesteps are lists with one entry for each player."""
+"""Melting Pot: envs of dm_env's API with timesteps that are lists, one entry for each player."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORLD = "WORLD.RGB"
 
 
 def is_list_shaped(env: Any) -> bool:
-    """Whether a dm_env env has several players."""
+    """Returns whether a dm_env env has several players."""
     return isinstance(env.action_spec(), (list, tuple)) and isinstance(env.observation_spec(), (list, tuple))
 
 

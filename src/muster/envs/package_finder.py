@@ -41,5 +41,5 @@ class PackageFinder(MetaPathFinder):
         return spec
 
     def accepts(self, spec: ModuleSpec) -> bool:
-        """Whether to load the package that was found; otherwise Python loads it as if there were no such finder."""
+        """Returns whether to load the package that was found; else Python loads it as if there were no such finder."""
         return True

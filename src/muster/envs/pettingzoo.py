@@ -66,12 +66,12 @@ def check_env(name: str) -> MakePettingZoo:
 
 
 def is_pettingzoo(env: Any) -> bool:
-    """Whether `env` speaks one of PettingZoo's APIs."""
+    """Returns whether `env` speaks one of PettingZoo's APIs."""
     return all(callable(getattr(env, name, None)) for name in ("reset", "step", "observation_space", "action_space"))
 
 
 def is_turn_based(env: Any) -> bool:
-    """Whether the agents of `env` act in turns (AEC)."""
+    """Returns whether the agents of `env` act in turns (AEC)."""
     return callable(getattr(env, "last", None)) and callable(getattr(env, "observe", None))
 
 

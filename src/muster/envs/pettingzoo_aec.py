@@ -14,7 +14,7 @@ _LAST_LENGTH = 5  # the number of values that `last` returns
 
 
 class TurnBasedAgents(AgentsEnv):
-    """A PettingZoo AEC env: a step is one agent's turn, and `acting` names the one agent whose turn comes next.
+    """A PettingZoo AEC env: a step is one agent's turn, and `acting` names the one agent that has the next turn.
 
     Every live agent's row holds what the agent observes now, copied, because the env may return one array for all. An
     agent's reward is reported when its turn comes, or when it ends: the sum since its last action. Others act in these

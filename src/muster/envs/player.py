@@ -169,7 +169,6 @@ class Player(RandomPlayer):
 
 
 def _values_in(info: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Each value in an info that is no dict itself, with its place."""
     if isinstance(info, Mapping):
         for key, value in info.items():
             yield from _values_in(value, f"{place}[{key!r}]")

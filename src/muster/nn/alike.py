@@ -36,7 +36,7 @@ def require_alike(modules: Sequence[nn.Module]) -> None:
                 raise SpecMismatch(
                     f"modules 0 and {index} differ in {where}: {mine} and {its}. Networks with stacked parameters must "
                     "be alike in all but their values: let one function build them all, MultiAgentNet(make_net, "
-                    "n_agents), or make one MultiAgentNet for each group of agents whose networks are alike"
+                    "n_agents), or make one MultiAgentNet for each group of agents with networks that are alike"
                 )
 
 

@@ -34,12 +34,12 @@ def run_layers(layers: nn.Sequential, x: Tensor, call: Callable[[Tensor], Tensor
 
 
 def layers_do_more(layers: nn.Sequential) -> bool:
-    """Whether a call of one of the layers does more than the ``forward`` of its class."""
+    """Returns whether a call of one of the layers does more than the ``forward`` of its class."""
     return all_modules_are_hooked() or any(map(does_more, layers._modules.values()))
 
 
 def does_more(module: nn.Module) -> bool:
-    """Whether a call of the module does more than the ``forward`` of its class, such as calling a hook."""
+    """Returns whether a call of the module does more than the ``forward`` of its class, such as calling a hook."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -52,7 +52,7 @@ def does_more(module: nn.Module) -> bool:
 
 
 def all_modules_are_hooked() -> bool:
-    """Whether a hook is called for every module that there is."""
+    """Returns whether a hook is called for every module that there is."""
     return bool(
         torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
@@ -62,7 +62,7 @@ def all_modules_are_hooked() -> bool:
 
 
 def has_backward_hooks(net: nn.Module) -> bool:
-    """Whether hooks are called in the backward pass through ``net`` or through a module inside it."""
+    """Returns whether hooks are called in the backward pass through ``net`` or through a module inside it."""
     if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
         return True
     return any(part._backward_hooks or part._backward_pre_hooks for part in net.modules())

@@ -1,4 +1,4 @@
-"""Networks whose input size is taken from the first input, or from the weights that they load."""
+"""Networks that take their input size from the first input, or from the weights that they load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Net = Any  # a MultiAgentNet; nothing of it is needed here but that its layers a
 
 @dataclass
 class LazyInputs:
-    """What completes a network.
+    """The facts that complete a network.
 
     make: builds the whole network for one agent's input size.  axis: of the features in an input, counted from the end.
     tensor, tensor_axis: a tensor of the network, and its axis that is ``per_unit`` long for inputs of size 1.

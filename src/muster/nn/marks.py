@@ -53,7 +53,7 @@ class Mark:
     """The value of the attribute ``uncopyable``, as `uncopyable` sets it.
 
     type_name: the marked class, or that of the marked object.  reason, where: as in `UncopyableMark`.
-    is_module: whether the object is a module of torch's, whose weights can be saved without it.
+    is_module: whether the object is a module of torch's: its weights can be saved without it.
     """
 
     type_name: str
@@ -138,7 +138,7 @@ def uncopyable(target: object, reason: str = "") -> object:
 
 
 def is_uncopyable(policy: object) -> bool:
-    """Whether a policy, or a module inside it, is marked as uncopyable.
+    """Returns whether a policy, or a module inside it, is marked as uncopyable.
 
     policy: a module, another object, or a method of one.
 
@@ -213,7 +213,7 @@ def _guarded(cls: type, name: str) -> Callable[..., Any]:
 
 
 def _unless_marked(name: str, owner: object, *arguments: Any) -> Any:
-    """What the class's method of that name returns. Raises where the mark was not taken back."""
+    """Calls the class's method of that name. Raises where the mark was not taken back."""
     if (mark := own_mark(owner)) is not None:
         raise _refusal(mark)
     result = getattr(type(owner), name)(owner, *arguments)

@@ -26,7 +26,7 @@ class MultiAgentNet(nn.Module):
     """A network for each of ``n_agents`` agents, or one that they share.
 
     Input ``[*B, A, *F]``, output ``[*B, A, *G]``, where the single network maps ``[batch, *F]`` to ``[batch, *G]``.
-    Networks whose ``forward`` takes several tensors are called with several inputs; for others the inputs are
+    Networks with a ``forward`` of several tensors are called with several inputs; for others the inputs are
     concatenated along their last axis.
 
     make_net: called without arguments for each agent's network, once if ``share_params``; builds a new one each time.
@@ -241,7 +241,7 @@ class MultiAgentNet(nn.Module):
 class AgentView:
     """One agent's network inside a MultiAgentNet: no copy, its gradients reach the stacked parameters.
 
-    of: the `MultiAgentNet`, whose method ``agent`` makes this.
+    of: the `MultiAgentNet` that has made this, by its method ``agent``.
     index: the agent, from 0 on.
 
     >>> import torch
@@ -316,7 +316,6 @@ def _input_size(module: nn.Module, n_joined: int) -> int | None:
 
 
 def _takes_several(module: nn.Module) -> bool:
-    """Whether the module's ``forward`` has a place for a second tensor."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # not written in Python

@@ -202,7 +202,6 @@ def _options(
 
 
 def _at_size(build: Callable[[int], nn.Module], size: int, options: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """A function that builds one agent's network, where each agent's input is of ``size``."""
     return partial(build, size * (options["n_agents"] if options["centralised"] else 1))
 
 

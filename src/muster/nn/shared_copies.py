@@ -70,7 +70,7 @@ class OwnMethod:
 
 
 def shared_on_copy(policy: M) -> M:
-    """Returns ``policy`` itself, of which `copy.deepcopy` makes modules that share with it what cannot be copied.
+    """Returns ``policy`` itself; from now on `copy.deepcopy` of it shares with it what cannot be copied.
 
     policy: an ``nn.Module``.
 
@@ -228,7 +228,7 @@ def _fill(memo: dict[int, Any], module: nn.Module, shares_tensors: bool) -> list
 
 
 def _reduced_as(copied: Any, cls: Any, protocol: Any) -> Any:
-    """What pickle makes ``copied`` from: its state, and the class that can be found by its name."""
+    """The reduction of ``copied`` for pickle: its state, and the class that can be found by its name."""
     reduced = cls.__reduce_ex__(copied, protocol)
     if isinstance(reduced, tuple) and reduced[1] == (type(copied),):
         return object.__new__, (cls,), *reduced[2:]

@@ -132,7 +132,6 @@ def _makers(name: str, kind: Kind, count: int, device: torch.device | str | None
 
 
 def _made(kind: LayerClass, device: torch.device | str | None, *args: Any, **options: Any) -> nn.Module:
-    """A layer on ``device``, built there where its class can do that."""
     if "device" in inspect.signature(kind).parameters:
         made = kind(*args, device=device, **options)
     else:

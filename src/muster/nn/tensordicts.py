@@ -24,7 +24,7 @@ class Slot(NamedTuple):
 
 
 def tensordict_slots(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[Slot]:
-    """The attributes inside ``module`` whose TensorDict holds some of ``tensors``."""
+    """The attributes inside ``module`` with a TensorDict that holds some of ``tensors``."""
     name_of = {id(tensor): name for name, tensor in tensors.items()}
     slots = []
     for owner in module.modules():

@@ -21,7 +21,7 @@ Output = TypeVar("Output")
 
 
 def stack_any(modules: Sequence[nn.Module]) -> nn.Module:
-    """A copy of the first module whose tensors are those of all the modules, stacked.
+    """A copy of the first module, with the tensors of all the modules, stacked.
 
     modules: alike, see ``require_alike``. Raises CannotTravel, UsageError where they refer to tensors of their own.
     """
@@ -80,7 +80,6 @@ def _call_slices(net: nn.Module, slices: dict[str, Tensor], xs: Sequence[Tensor]
 
 
 def _call(net: nn.Module, tensors: dict[str, Tensor], *xs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the buffers that the network replaced instead of writing to them."""
     return call_with(net, tensors, ties(net), xs)
 
 
@@ -102,7 +101,7 @@ def _like(tensor: Tensor, original: Tensor) -> Tensor:
 
 
 def copy_module(module: nn.Module, replaced: dict[int, Any]) -> nn.Module:
-    """A deep copy, in which the objects whose ids ``replaced`` holds are replaced. Raises CannotTravel."""
+    """A deep copy with other objects in the place of those in ``replaced``, by id. Raises CannotTravel."""
     # deepcopy takes what its memo holds for an id as the copy: every reference to a tensor, whichever its name, is
     # replaced, and none is copied twice.
     try:

@@ -93,7 +93,6 @@ def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
 
 
 def _next_failure(parts: dict[str, Any], without: Sequence[Any], deadline: float, shares: bool) -> PickleAttempt | None:
-    """The first failure when pickling all but these objects; None if nothing fails in time."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         return None
@@ -109,7 +108,7 @@ def _fds(shares: bool) -> list[int] | None:
 
 
 def _can_be_left_out(failure: PickleAttempt, obstacles: Sequence[Obstacle]) -> bool:
-    """Whether pickling can go on without the object that failed last: a builtin container cannot be skipped."""
+    # Pickling cannot skip a builtin container.
     last = obstacles[-1].trail[-1][1]
     again = any(one.trail[-1][1] is last for one in obstacles[:-1])
     return not failure.out_of_time and not _is_too_deep(failure.error) and not again and type(last) not in _CONTAINERS
@@ -130,7 +129,7 @@ def _obstacle(failure: PickleAttempt, walk: Walk, shares: bool) -> Obstacle:
 
 
 def _way_to_maker(failure: PickleAttempt, walk: Walk, shares: bool) -> list[Edge]:
-    """The way to the object whose __reduce__ or __getstate__ has made the one that failed.
+    """The way to the object that has made the one that failed, by __reduce__ or __getstate__.
 
     Pickling goes depth first: that object holds, or is, the last one that both pickling and `walk` have reached.
     """
@@ -152,7 +151,6 @@ def _part_that_fails(parts: Mapping[str, Any], shares: bool) -> tuple[str, Any]:
 
 
 def _fails(value: Any, shares: bool) -> bool:
-    """Whether pickling `value` alone fails."""
     return attempt(value, silence_s=_ALONE_S, limit_s=_ALONE_S, fds=_fds(shares)).data is None
 
 

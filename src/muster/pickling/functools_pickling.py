@@ -62,7 +62,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships n
 
 
 class _ByValue:
-    """The modules of which cloudpickle is to pickle classes and functions by value, within a ``with`` block.
+    """The modules with classes and functions that cloudpickle is to pickle by value, within a ``with`` block.
 
     Its list of these is the process's, and stays as it was: a module that several threads need leaves it with the last.
     """

@@ -85,7 +85,7 @@ def _hold() -> None:
 
 
 def _give_back() -> None:
-    """Gives signals back to their handlers, and runs those whose signals have come, even where one raises."""
+    """Gives signals back to their handlers, and runs the handlers of those that have come, even where one raises."""
     came = Uninterrupted._came
     try:
         for number in _NUMBERS:
@@ -93,7 +93,7 @@ def _give_back() -> None:
                 set_handler(number, held.handler)
         for number, (handler, frame) in list(came.items()):
             if number in came:  # a handler that holds signals back, too, has let the others through
-                del came[number]  # not by pop(), at whose end another handler may raise
+                del came[number]  # not by pop(): another handler may raise at its end
                 handler(number, frame)
     except BaseException:
         _give_back()

@@ -56,7 +56,7 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def is_shared(value: Any) -> bool:
-    """Whether a worker that receives `value` uses what this process uses: a queue, a pipe, memory, ..."""
+    """Returns whether a worker that receives `value` uses what this process uses: a queue, a pipe, memory, ..."""
     kind = kind_of(value)
     return kind is not None and kind.shared == "always"
 
@@ -81,7 +81,7 @@ def _file(file: Any) -> dict[str, Any]:
     if any(file is one or file is getattr(one, "raw", None) for one in buffers):
         return {"shared": "no"}
     try:
-        # The name of a temporary file may be a number, by which no code can open the file again.
+        # The name of a temporary file may be a number: no code can open the file again by it.
         is_named = isinstance(file.name, str) and not file.name.startswith("<")
         return {"arguments": f"{file.name!r}, {file.mode!r}" if is_named else None}
     except Exception:  # closed or detached files raise; BytesIO-backed ones have no name

@@ -20,7 +20,7 @@ from muster.introspection import module_name
 
 MAIN_NAMES = ("__main__", "__mp_main__")
 
-# What cloudpickle gives to the globals of a function besides what its code names.
+# Globals that cloudpickle gives to a function in addition to those that its code names.
 _OF_MODULES = ("__package__", "__name__", "__path__", "__file__")
 # What stays here of a module that travels whole: how it was loaded may hold anything.
 _OF_IMPORT = ("__builtins__", "__cached__", "__loader__", "__spec__")
@@ -126,7 +126,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any
 
 
 def is_only_here(name: str) -> bool:
-    """Whether this process has a module of Python code that a fresh process would not find by its name.
+    """Returns whether this process has a module of Python code that a fresh process would not find by its name.
 
     The script is one; others were loaded by their path, or filled by hand. Imports nothing.
     """
@@ -144,7 +144,7 @@ def is_only_here(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _search(name: str, module_id: int, where: tuple[Any, ...]) -> tuple[bool, Sequence[str] | None]:
-    """Whether finders lead to the module; and the folders for modules in it, None where it is no package.
+    """Returns whether finders lead to the module, and the folders for modules in it, None where it is no package.
 
     module_id, where: of the module that is here, and where finders look: what has been found holds for these.
     """
@@ -183,7 +183,7 @@ def _is_same(file: str, other: str) -> bool:
 
 
 def _is_of_c_code(name: str, attributes: Mapping[str, Any]) -> bool:
-    """Whether a module has what C code has made, which does not travel by value."""
+    # What C code has made does not travel by value.
     made = (type, types.BuiltinFunctionType)
     return any(isinstance(one, made) and module_name(one) == name for one in attributes.values())
 
@@ -267,7 +267,7 @@ class _Globals:
 
 
 OWN_PARTS = (Arriving, _Noted, _Globals)
-"""The classes whose objects are Muster's own parts of a pickle, and not the user's."""
+"""The classes of Muster's own parts of a pickle, which are not the user's."""
 
 
 def _arrived(value: Any, definitions: Mapping[str, Mapping[str, Any]], lays: bool) -> Any:
@@ -303,20 +303,19 @@ def _set_unless_own(one: Any, state: tuple[str, str, Callable[..., Any] | None, 
 
 
 def _own(module: str, name: str) -> Any:
-    """What a module that this process has loaded itself has under that name; None where there is no such thing."""
+    """The object of that name in a module that this process has loaded itself; None without one."""
     holder = sys.modules.get(module)
     return None if holder is None or _may_change(holder) else named_in(holder, name)
 
 
 def named_in(holder: Any, name: str) -> Any:
-    """What a module or class has under a qualified name; None where it has nothing. Runs no code of theirs."""
+    """The object of a qualified name in a module or class; None without one. Runs no code of theirs."""
     for part in name.split("."):
         holder = vars(holder).get(part) if isinstance(holder, (type, types.ModuleType)) else None
     return holder.__func__ if type(holder) in (staticmethod, classmethod) else holder
 
 
 def _module_here(name: str) -> types.ModuleType:
-    """The module of that name, or a new one. In a worker it stays."""
     if name in sys.modules:
         return sys.modules[name]
     module = types.ModuleType(name)
@@ -326,7 +325,7 @@ def _module_here(name: str) -> types.ModuleType:
 
 
 def _may_change(module: types.ModuleType) -> bool:
-    """Whether what arrives may be put into the module: not into one that this process itself has loaded."""
+    """Returns whether contents may be put into the module: not into one that this process itself has loaded."""
     name = module.__name__
     return isinstance(module, MainModule) or sys.modules.get(name) is not module or _made.get(name) is module
 
@@ -342,7 +341,7 @@ def _globals_here(name: str, of_module: dict[str, Any]) -> dict[str, Any]:
     if main is None:
         return dict(of_module)
     if name in MAIN_NAMES:
-        # Where the script was run here, its name tells it so, as in a process that multiprocessing spawns.
+        # The name stays: by it a script that is run here knows that, as where multiprocessing spawns.
         vars(main).update({name: one for name, one in of_module.items() if name != "__name__"})
         return vars(main)
     module = _module_here(name)

@@ -117,9 +117,9 @@ def starts(thread: threading.Thread) -> bool:
 
 
 def takes(buffer: pickle.PickleBuffer, big: list[pickle.PickleBuffer]) -> bool:
-    """Whether `buffer` is big and in one piece; adds it to `big` if so.
+    """Adds `buffer` to `big` if it is big and in one piece; returns whether it is.
 
-    Not bytes: among the big ones they are pickles, whose memory goes once they are read.
+    Not bytes: among the big ones they are pickles, and their memory goes once they are read.
     """
     try:
         raw = buffer.raw()

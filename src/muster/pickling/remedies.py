@@ -33,7 +33,7 @@ _FUNCTION = "muster.lazy(function), with a function of a module that builds it"
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do, in words, and the code of it: lines joined by newlines; empty where the words say all."""
+    """The way out, in words and as code: lines joined by newlines, empty where the words say all."""
 
     lead: str
     code: str = ""
@@ -101,12 +101,11 @@ def _holds(value: Any) -> bool:
 
 
 def _is_value(path: str) -> bool:
-    """Whether `path` leads to a value of a dict of arguments."""
     return path.endswith('"]')
 
 
 def _place(trail: list[Edge]) -> str:
-    """What stands on the left of an assignment to the end of the trail; empty where no assignment reaches that."""
+    """The left side of an assignment to the end of the trail; empty where no assignment reaches that."""
     (root_path, root), (path, owner) = trail[0], trail[-1]
     if not _ASSIGNABLE.fullmatch(path) or any(type(value) not in _ASSIGNABLE_IN for _, value in trail[:-1]):
         return ""
@@ -151,7 +150,6 @@ def _is_own(kind: type) -> bool:
 
 
 def _modules_in(code: str) -> set[str]:
-    """The modules that `code` names."""
     named = (ast.unparse(node.value) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute))
     modules = {name for name in named if name in sys.modules}
     return {name for name in modules if not any(other.startswith(f"{name}.") for other in modules)}

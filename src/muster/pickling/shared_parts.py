@@ -61,7 +61,7 @@ def _is_inherited_itself(value: Any) -> bool:
 
 
 def _is_mapped(array: np.ndarray[Any, Any]) -> bool:
-    """Whether the memory of an array can be written to, and belongs to a mapping that is not copied when one writes."""
+    """Returns whether an array can be written to, and lies in a mapping that is not copied when one writes."""
     if not np.ndarray.flags.__get__(array).writeable:
         return False
     base: Any = array

@@ -77,7 +77,7 @@ def dumps(
             culprits = culprits_in(parts, limit_s=_DIAGNOSIS_S, known=[outcome], shares=fds is not None)
             said = _explain(culprits, start_method, call)
         if named:
-            said += f"\n  Only this process knows {named}, whose contents are sent. Or pass {_IMPORTING.format(named)}"
+            said += f"\n  Only this process knows {named}: its contents are sent. Or pass {_IMPORTING.format(named)}"
         packages = [one.type.partition(".")[0] for one in culprits if one.severity == "blocks"]
         pages = [_PAGES[package] for package in packages if package in _PAGES]
         raise CannotTravel(said, *pages[:1]) from outcome.error
@@ -130,7 +130,7 @@ def not_rebuilt(what: str, error: BaseException, instead: str) -> CannotTravel:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` is made of numbers, strings, arrays and builtin containers only, which always travel."""
+    """Returns whether ``value`` is made of numbers, strings, arrays and builtin containers alone: those travel."""
     try:
         return _is_plain(value)
     except RecursionError:  # nested too deeply, or in itself
@@ -154,7 +154,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _explain(culprits: Sequence[Culprit], start_method: str | None, call: UserCall) -> str:
-    """The message about culprits, at least one of which blocks: paths, reasons, the remedy, and other ways out."""
+    """The message about culprits that block, at least one: paths, reasons, the remedy, and other ways out."""
     blocking = [culprit for culprit in culprits if culprit.severity == "blocks"]
     argument, _ = blocking[0].obstacle.argument()
     if start_method is None or call.far:
@@ -177,7 +177,6 @@ def _found(culprits: Sequence[Culprit]) -> list[str]:
 
 
 def _instead(culprits: Sequence[Culprit], call: UserCall, *, running: bool = False) -> str:
-    """The remedies of the culprits, each line once."""
     by_lead: dict[str, dict[str, None]] = {}
     for culprit in culprits[:_SHOWN]:
         remedy = remedy_for(culprit.obstacle, call, running=running)

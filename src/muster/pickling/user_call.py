@@ -1,4 +1,4 @@
-"""The call by which a user asked for envs, in the words that errors and warnings use for its arguments."""
+"""The user's call for envs, in the words that errors and warnings use for its arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UserCall:
     far: bool = False
 
     def sent(self) -> str:
-        """What workers receive, in words."""
+        """The parts that workers receive, in words."""
         factory = f"the {self.factory}" if self.factory == "factory" else self.factory
         return f"{factory}, the wrappers and the values of {self.kwargs}" if self.kwargs else factory
 

@@ -131,7 +131,7 @@ class _ClassLayout:
             for name, member in vars(base).items()
             if type(member) is types.MemberDescriptorType and name != "__dict__"
         ]
-        # Iterators, views and others of C code whose classes do not tell what they hold.
+        # Iterators, views and others of C code: their classes do not show what they hold.
         self.is_iterator = module_name(kind) in _MODULES_OF_ITERATORS and self._dict is None and not self._slots
         self._hidden: str | None = None
         if issubclass(kind, gym.Space):
@@ -153,7 +153,7 @@ class _ClassLayout:
 
 
 def is_bound(value: Any) -> bool:
-    """Whether `value` is a method of an object, which travels with it. A function of C code belongs to its module."""
+    """Returns whether `value` is a method of an object, and travels with it. Functions of C code belong to modules."""
     if type(value) not in METHODS or value.__self__ is None:
         return False
     owner = type(value.__self__)
@@ -161,7 +161,7 @@ def is_bound(value: Any) -> bool:
 
 
 def is_importable(definition: Any) -> bool:
-    """Whether a function or class travels by its name; else it is sent by value, with what it uses."""
+    """Returns whether a function or class travels by its name; else it is sent by value, with what it uses."""
     module = module_name(definition)
     if is_only_here(module) or module in cloudpickle.list_registry_pickle_by_value():
         return False
@@ -169,7 +169,7 @@ def is_importable(definition: Any) -> bool:
 
 
 def is_found_by_name(module: types.ModuleType) -> bool:
-    """Whether an import by the module's name gives this module, or another one from the same file. Imports nothing."""
+    """Returns whether an import by the name gives this module, or another one from the same file. Imports nothing."""
     name, spec = (vars(module).get(key) for key in ("__name__", "__spec__"))
     if type(name) is not str or sys.modules.get(name) is module:
         return type(name) is str
@@ -245,7 +245,6 @@ def _copied(holder: Any, kind: type) -> list[Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether ``value`` is something other than code."""
     return type(value) not in _CODE and not issubclass(type(value), type)
 
 

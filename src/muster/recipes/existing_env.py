@@ -20,7 +20,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def is_env(value: Any) -> bool:
-    """Whether ``value`` is an env, of any API. Runs no code of ``value``.
+    """Returns whether ``value`` is an env, of any API. Runs no code of ``value``.
 
     APIs other than Gymnasium's are recognised by their methods; a simulator has ``reset`` and ``step``, but no
     actions.
@@ -93,7 +93,7 @@ class LiveEnvs:
         self._by_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def add(self, env: Any) -> bool:
-        """Whether ``env`` is new here; records it if so. A wrapper around an env that is in use is not new."""
+        """Records ``env`` if it is new, and returns whether it is. A wrapper around an env that is in use is not."""
         core = _unwrapped(env)
         with self._lock:
             if self._by_id.get(id(core)) is core:

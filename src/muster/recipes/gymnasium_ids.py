@@ -121,7 +121,6 @@ def module_of(env_id: str) -> str:
 
 
 def _suggest(error: Exception, env_id: str, resolve_foreign_id: ForeignResolver) -> None:
-    """Adds to the error which env of another library may be meant."""
     for prefix in _LIKELY_PREFIXES:
         with contextlib.suppress(RecipeError, ModuleNotFoundError):
             resolve_foreign_id(prefix + env_id)
@@ -182,7 +181,7 @@ def register_packed(packed: Sequence[bytes]) -> list[EnvSpec]:
 
 
 def noted_by_make_vec(spec: EnvSpec) -> tuple[int | None, tuple[Callable[[Any], Any], ...]]:
-    """What Gymnasium's ``make_vec`` notes in the spec of its vector env: num_envs, wrappers. Of an env's: None, ()."""
+    """The num_envs and wrappers in the spec of Gymnasium's vector env; None and () in that of an env."""
     if "vectorization_mode" not in spec.kwargs:
         return None, ()
     return spec.kwargs.get("num_envs", 1), tuple(spec.kwargs.get("wrappers") or ())
@@ -223,7 +222,7 @@ def _check_installed(module: str, env_id: str) -> None:
 
 
 def _may_be_atari(env_id: str) -> bool:
-    """Whether the id is of no namespace, and of no family that is registered: ALE's older ids are such, ``Pong-v4``."""
+    """Returns whether the id is of no namespace and no registered family: ALE's older ids are such, ``Pong-v4``."""
     name = env_id.partition("-v")[0]
     known = {spec.name for spec in gym.registry.values() if spec.namespace is None}
     return not {"/", ":"} & set(env_id) and name not in known and is_installed("ale_py")

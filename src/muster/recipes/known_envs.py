@@ -33,11 +33,11 @@ _BRIDGE, _BRIDGED = "shimmy", "dm_control"
 
 
 class OfKnownLibrary:
-    """A base for Muster's own factories of envs whose code is of one of these libraries, whatever their arguments."""
+    """A base for Muster's own factories of envs of these libraries: none of their arguments changes the code."""
 
 
 def is_known(recipe: Recipe) -> bool:
-    """Whether the recipe makes an env of an id whose code, and all of whose wrappers' code, is of known libraries.
+    """Returns whether the recipe makes an env of an id, with code and wrappers of known libraries alone.
 
     A factory may do anything, and is never known: not even one that calls ``gymnasium.make`` with such an id.
     """
@@ -45,7 +45,7 @@ def is_known(recipe: Recipe) -> bool:
 
 
 def is_of_known_library(path: str) -> bool:
-    """Whether ``package.module``, or ``package.module:Id-v0``, is of one of these libraries."""
+    """Returns whether ``package.module``, or ``package.module:Id-v0``, is of one of these libraries."""
     return _package(path) in _PACKAGES
 
 
@@ -78,7 +78,6 @@ def installed_alone() -> Iterator[None]:
 
 
 def _is_here(entry: Any) -> bool:
-    """Whether an entry of ``sys.path`` is the working directory."""
     try:
         return os.path.samefile(os.fsdecode(entry) or ".", ".")
     except OSError:
@@ -145,7 +144,6 @@ def _entry_is_known(entry_point: Any, spec: EnvSpec | None = None) -> bool:
 
 
 def _are_known(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a wrapper's arguments hold no code of anybody else."""
     return all(_is_of_known(value) for value in kwargs.values() if callable(value))
 
 
@@ -164,5 +162,4 @@ def _package_of(function: Any) -> str:
 
 
 def _package(path: str) -> str:
-    """The topmost package of ``package.module`` or ``package.module:name``."""
     return path.partition(":")[0].partition(".")[0]

@@ -61,7 +61,7 @@ class Named:
         return module
 
     def find(self) -> Any:
-        """What is named; of a name that is no identifier, an env id, the id. Raises RecipeError."""
+        """The named object; of an env id, the id. Raises RecipeError."""
         _importing.names.append(str(self.file or self.module))
         try:
             module = self.import_module()
@@ -94,7 +94,7 @@ def refuse_while_importing(call: str) -> None:
 
 
 def split_name(written: str) -> tuple[str, str]:
-    """What stands before the name, a module or a file that ends in .py, and the name. Either may be empty."""
+    """The module or the file that ends in .py, and the name behind it. Either may be empty."""
     if written.endswith(".py"):
         return written, ""
     file, colon, name = written.partition(".py:")
@@ -155,7 +155,7 @@ def absolute_name(text: str) -> str:
 
 
 def leads_nowhere(text: str) -> bool:
-    """Whether there is no such file, nor such a module, installed or in the working directory. Imports nothing."""
+    """Returns whether no such file or module is there, installed or in the working directory. Imports nothing."""
     head, _ = split_name(text)
     if head.endswith(".py"):
         return not os.path.isfile(head)
@@ -165,7 +165,7 @@ def leads_nowhere(text: str) -> bool:
 
 
 def name_of(thing: Any) -> str:
-    """The name by which `env_named` finds a class or a function, ``module:name`` or ``file.py:name``.
+    """The name that `env_named` finds a class or a function by, ``module:name`` or ``file.py:name``.
 
     Where none does, as for a lambda or an object, what it is stands in < >.
     """
@@ -187,7 +187,6 @@ def find_here() -> None:
 
 
 def _line_of(error: BaseException) -> str:
-    """Where the user's module raised."""
     if isinstance(error, SyntaxError):
         return ""  # its message has the line
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

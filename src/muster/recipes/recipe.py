@@ -56,7 +56,7 @@ class Recipe:
 
     @property
     def opens_window(self) -> bool:
-        """Whether the env shows itself to people: several in a process may disturb each other's windows."""
+        """True where the env shows itself to people: several in a process may disturb each other's windows."""
         of_spec = getattr(self.factory.target, "kwargs", {}) if type(self.factory) is MakeGym else {}
         return bool({**of_spec, **self.kwargs}.get("render_mode") == "human")
 
@@ -132,7 +132,7 @@ class BuiltEnv:
 
     @property
     def has_values(self) -> bool:
-        """Whether there are lazy values to release."""
+        """True where there are lazy values to release."""
         return self._values.has_releases
 
     def release(self, timeout_s: float) -> None:
@@ -244,7 +244,7 @@ def _loaded(load: Callable[[], Any], fds: Sequence[int], what: str, instead: str
 
 
 def shared_by(recipes: Sequence[Recipe], init: Init | None = None, *, by_fork: bool) -> str:
-    """What envs of the recipes share with this process where they run, in words, see `find_shared`; "" for nothing."""
+    """The objects that running envs share with this process, in words, see `find_shared`; "" for none."""
     return find_shared(_parts_of(recipes, init), by_fork=by_fork)
 
 

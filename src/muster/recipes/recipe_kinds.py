@@ -46,7 +46,7 @@ def _same_kind(one: Recipe, other: Recipe) -> bool:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two objects are the same, or hold the same code with other numbers and strings."""
+    """Returns whether two objects are the same, or hold the same code with other numbers and strings."""
     if one is other:
         return True
     if is_plain(one) and is_plain(other):

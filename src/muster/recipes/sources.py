@@ -99,7 +99,7 @@ def _understand(form: Any, label: str, resolve_foreign_id: ForeignResolver | Non
 
 
 def _named(written: str) -> Any:
-    """What ``module:name`` or ``file.py:name`` names, and else the id: that of Gymnasium comes first."""
+    """The object that ``module:name`` or ``file.py:name`` names, or the id: that of Gymnasium comes first."""
     env_id = written.rpartition(":")[2]
     try:
         found = written if env_id in gym.registry else env_named(written)
@@ -192,7 +192,7 @@ def constructor_of(env: Any) -> str:
 
 
 def _built_by_a_module(env: Any) -> str | None:
-    """The code for an env of PettingZoo or Melting Pot, whose classes are not called directly; None for other envs."""
+    """The code for an env of PettingZoo or Melting Pot: their classes are not called directly. None for other envs."""
     with contextlib.suppress(Exception):  # code of a user's class may raise anything
         package, *rest = module_name(type(getattr(env, "unwrapped", env))).split(".")
         if package == "meltingpot":

@@ -68,7 +68,7 @@ def unusable(masks: Any, space: Space, *lead: int, of: str = "the action mask", 
 def require_obeyable(seen: Space, acts: Space, shape: tuple[int, ...] | None = None, *, of: str = "") -> None:
     """Raises SpecMismatch where observations hold a mask that nobody can obey: below another key, of another shape.
 
-    shape: that of a mask which observations of the env have, and which `seen` lacks.  of: whose observation it is.
+    shape: of a mask that observations of the env have, and that `seen` lacks.  of: the owner of the observation.
     """
     for path, found in [*_masks_in(seen), *([] if shape is None else [((MASK,), shape)])]:
         length = mask_length(acts)
@@ -78,7 +78,7 @@ def require_obeyable(seen: Space, acts: Space, shape: tuple[int, ...] | None = N
 
 
 def _masks_in(space: Space, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Where a space of observations has action masks, and their shapes."""
+    """The places of action masks in a space of observations, and their shapes."""
     parts = space.items() if isinstance(space, spaces.Dict) else enumerate(getattr(space, "spaces", ()))
     for key, part in parts:
         if key == MASK:

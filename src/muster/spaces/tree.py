@@ -91,7 +91,7 @@ Take = Callable[[Array], Array]
 
 
 class Leaf(SpaceNode):
-    """A space whose values have a fixed shape and dtype."""
+    """A space of values with a fixed shape and dtype."""
 
     def __init__(self, space: Space, path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         super().__init__(space, path)
@@ -232,7 +232,7 @@ class IntegerLeaf(Leaf):
 
 
 class ObjectLeaf(SpaceNode):
-    """A space whose values have no fixed layout: they travel through the mail, and a batch is a tuple of them."""
+    """A space of values without a fixed layout: they travel through the mail, and a batch is a tuple of them."""
 
     has_objects = True
 
@@ -318,7 +318,7 @@ class BranchNode(SpaceNode):
 def tree(space: Space, path: str, *, casting: Casting | None = None) -> SpaceNode:
     """The tree of `space`, its leaves numbered from 0.
 
-    casting: NumPy's rule by which observations that are arrays are cast to the space's dtype; others are where it holds
+    casting: NumPy's rule for casting observations that are arrays to the space's dtype; others are cast where it holds
     them, and axes of length 1 may be missing or surplus. Actions may be out of range, but are of the space's dtype:
     other libraries' vector envs pass all others to envs in the caller's own type. None casts nothing.
     """
@@ -351,12 +351,11 @@ def _node(space: Space, path: str) -> SpaceNode:
 
 
 def _is_of_own_kind(value: Any) -> bool:
-    """Whether iterating over `value` gives other objects than iterating over the array that NumPy makes of it."""
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and type(value) is not np.ndarray)
 
 
 def keeps_kind(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Whether `array` may be cast to `dtype`: bool to int to float to complex, and ints only where they fit."""
+    """Returns whether `array` may be cast to `dtype`: bool to int to float to complex, and ints only where they fit."""
     if array.dtype == dtype:
         return True
     source, target = _KINDS.find(array.dtype.kind), _KINDS.find(dtype.kind)

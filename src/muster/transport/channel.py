@@ -138,7 +138,7 @@ class Channel:
 
     @property
     def holds_more(self) -> bool:
-        """Whether bytes have been read that belong to no message that was taken."""
+        """True where bytes have been read that belong to no message that was taken."""
         return bool(self._received)
 
     def take_fds(self) -> list[int]:
@@ -172,7 +172,7 @@ class Channel:
             self.heard_at = watched_s()
 
     def _poll(self, event: int, deadline: float) -> bool:
-        """Whether `event` occurs before `watched_s` is the deadline. Raises what `watch` raises."""
+        """Returns whether `event` occurs before `watched_s` is the deadline. Raises what `watch` raises."""
         poller = select.poll()
         poller.register(self._socket, event)
         began = time.monotonic()

@@ -26,7 +26,7 @@ Column = tuple[str, int, int, tuple[int, ...], int, Any]  # key, kind, dtype num
 
 
 class ReadPlan(NamedTuple):
-    """The columns to read for the infos of some envs whose schemas are known.
+    """The columns to read for the infos of some envs with known schemas.
 
     columns: for each key the key itself, the key of its mask, and the values in the slab ``[num_envs, ...]``; None
     where the infos are not the same plain columns in all envs.  provided: bool ``[n]``, which envs provided an info.
@@ -101,9 +101,9 @@ class InfoColumns:
         return self._decode(self._columns(int(self._host_of[env]), schema), env, which, objects)
 
     def latest(self, ids: Array, key: str) -> dict[int, Array | None]:
-        """What lies under `key` in the last infos of the envs `ids`, by env; none of these owes an answer.
+        """The values of `key` in the last infos of the envs `ids`, by env; none of these owes an answer.
 
-        None for what the mail has carried, since it is no array or number.
+        None stands for what the mail has carried: it is no array or number.
         """
         found: dict[int, Array | None] = {}
         for env in ids[self._last_schemas[ids] >= InfoSchema.FIRST].tolist():
@@ -218,7 +218,7 @@ def info_object_names(schemas: Sequence[Sequence[Column]], schema: int) -> list[
 
 
 _DTYPES: dict[int, str] = {np.dtype(char).num: char for char in np.typecodes["All"] if char not in "SUVO"}
-# The types whose values get a column of numbers. All other values are objects, also those of classes made from these.
+# Values of these types get a column of numbers. All other values are objects, also those of classes made from these.
 _NUMBERS = {bool, int, float, *(np.dtype(char).type for char in _DTYPES.values() if char not in "mM")}
 
 
@@ -268,7 +268,6 @@ def _with_value(column: Any, provided: Any, value: Any, row: int, count: int) ->
 
 
 def _as_array(value: Any) -> Array:
-    """`value` as an array of the dtype that a column for it has."""
     if isinstance(value, np.ndarray):
         return value
     try:

@@ -85,8 +85,8 @@ class SharedMail:
         data = dumps(value, shares_main=self._shares_main)
         if at + len(data) >= _BOX_BYTES:
             raise MusterError(
-                f"{len(data)} bytes of pickled objects are too many for one step of one env, whose place in the mail "
-                f"has {_BOX_BYTES}; leave some out, or write them to a file and send its path"
+                f"{len(data)} bytes of pickled objects are too many for one step of one env: its place in the mail has "
+                f"{_BOX_BYTES}; leave some out, or write them to a file and send its path"
             )
         view = memoryview(data)
         while view:

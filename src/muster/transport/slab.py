@@ -50,7 +50,7 @@ from muster.spaces.tree import Array, Rows, SpaceNode
 # One cache line more than whole pages: rows that begin at the same place in a page push each other out of the caches.
 _INFO_BYTES = 16384 + CACHE_LINE
 
-# Leaves whose batches have at least this size are returned without a copy while a spare block is free. Two blocks are
+# Leaves with batches of at least this size are returned without a copy while a spare block is free. Two blocks are
 # enough for a loop that holds the last observations and the ones before.
 _LENT_FROM_BYTES = 1 << 16
 _SPARE_BLOCKS = 3
