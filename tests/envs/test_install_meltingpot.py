@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -152,15 +151,6 @@ def test_a_machine_that_cannot_have_it_is_told_why(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.endswith(f"{sentence}\n")
-
-
-@pytest.mark.usefixtures("suitable")
-def test_without_pip_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    obstacle = install_meltingpot.obstacle_here()
-    assert obstacle is not None
-    assert obstacle.startswith(f"{sys.executable} has no pip")
-    assert f"{sys.executable} -m ensurepip" in obstacle
 
 
 def test_a_pip_that_was_killed_has_the_exit_status_of_a_shell(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,6 @@ wheels for no other. Where everything is installed already, nothing is done.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import subprocess
@@ -91,11 +90,6 @@ def obstacle_here() -> str | None:
         return f"{needed}; this system has none of it."
     if tuple(int(number) for number in version.split(".")[:2]) < OLDEST_GLIBC:
         return f"{needed}; this system has {version}."
-    if importlib.util.find_spec("pip") is None:
-        return (
-            f"{sys.executable} has no pip, which installs Melting Pot. Install pip with: {sys.executable} -m ensurepip "
-            "(in an environment of uv's: uv pip install pip)"
-        )
     return None
 
 

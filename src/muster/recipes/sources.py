@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import reprlib
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import gymnasium as gym
@@ -194,20 +192,13 @@ def constructor_of(env: Any) -> str:
 def _built_by_a_module(env: Any) -> str | None:
     """The code for an env of PettingZoo or Melting Pot: their classes are not called directly. None for other envs."""
     with contextlib.suppress(Exception):  # code of a user's class may raise anything
-        package, *rest = module_name(type(getattr(env, "unwrapped", env))).split(".")
+        package, family, *_ = module_name(type(getattr(env, "unwrapped", env))).split(".")
         if package == "meltingpot":
             return 'substrate.build(...)   # from meltingpot import substrate; or give the id "meltingpot/<substrate>"'
-        # In a package of PettingZoo's kind an env's module has the name that the env's metadata contains.
-        if isinstance(env, gym.Env) or not hasattr(env, "possible_agents"):
-            return None
-        name, make = env.metadata["name"], "env" if hasattr(env, "agent_iter") else "parallel_env"
-        for parent in (".".join([package, *rest[:1]]), package):
-            # PettingZoo's modules are not in sys.modules. Looking for a module in a loaded package runs no code of it.
-            is_package = hasattr(sys.modules.get(parent), "__path__")
-            module = f"{parent}.{name}"
-            if is_package and str(name).isidentifier() and find_spec(module) is not None:
-                lacks_it = module in sys.modules and not hasattr(sys.modules[module], make)
-                return None if lacks_it else f"{name}.{make}(...)   # from {parent} import {name}"
+        if package in ("pettingzoo", "mpe2"):
+            name, make = env.metadata["name"], "env" if hasattr(env, "agent_iter") else "parallel_env"
+            parent = package if package == "mpe2" else f"{package}.{family}"
+            return f"{name}.{make}(...)   # from {parent} import {name}"
     return None
 
 
