@@ -16,21 +16,22 @@ import muster
 from muster.errors import SpecMismatch
 
 DICTS = ("observations", "rewards", "terminations", "truncations", "infos")
-Edit = Callable[[dict[str, Any]], dict[Any, Any]]
+EVERY = ("red_0", "red_1", "blue_0")
+Told = dict[str, dict[Any, Any]]
+Change = Callable[[dict[str, Any]], dict[Any, Any]]
 
 
 class Team:
     """A parallel env of two kinds of agents that all end with step 3: terminated, or truncated.
 
-    edits: changes what ``reset`` or ``step`` returns, by call and name of the dict.
+    edit: changes what ``reset`` and each step say, and the env, which are its arguments.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"name": "team"}
     render_mode = None
 
-    def __init__(self, edits: dict[tuple[str, str], Edit] | None = None, cut: bool = False) -> None:
-        self.possible_agents = ["red_0", "red_1", "blue_0"]
-        self.edits, self.cut = edits or {}, cut
+    def __init__(self, edit: Callable[[Team, Told], None] = lambda env, told: None, cut: bool = False) -> None:
+        self.possible_agents, self.edit, self.cut = list(EVERY), edit, cut
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
         return spaces.Box(-100, 100, (1,), np.float32)
@@ -39,18 +40,17 @@ class Team:
         return spaces.Discrete(3)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.t, self.agents = 0, list(self.possible_agents)
-        return self._edited("reset", {"observations": self._seen(), "infos": {agent: {} for agent in self.agents}})
+        self.t, self.agents = 0, list(EVERY)
+        return self._edited({"observations": self._seen(), "infos": {agent: {} for agent in EVERY}})
 
     def step(self, actions: dict[str, Any]) -> Any:
         self.t += 1
         there, over = self.agents, self.t == 3
-        told = dict(
-            zip(DICTS, (self._seen(), *(dict.fromkeys(there, one) for one in (1.0, over, over, {}))), strict=True)
-        )
-        told["truncations" if not self.cut else "terminations"] = dict.fromkeys(there, False)
+        values = (self._seen(), *(dict.fromkeys(there, one) for one in (1.0, over, over, {})))
+        told = dict(zip(DICTS, values, strict=True))
+        told["terminations" if self.cut else "truncations"] = dict.fromkeys(there, False)
         self.agents = [] if over else there
-        return self._edited("step", told)
+        return self._edited(told)
 
     def close(self) -> None:
         pass
@@ -58,8 +58,9 @@ class Team:
     def _seen(self) -> dict[str, Any]:
         return {agent: np.full(1, self.t + 1, np.float32) for agent in self.agents}
 
-    def _edited(self, call: str, told: dict[str, dict[Any, Any]]) -> Any:
-        return tuple(self.edits.get((call, name), dict)(one) for name, one in told.items())
+    def _edited(self, told: Told) -> Any:
+        self.edit(self, told)
+        return tuple(told.values())
 
 
 def by_index(told: dict[str, Any]) -> dict[Any, Any]:
@@ -82,25 +83,23 @@ def empty(told: dict[str, Any]) -> dict[Any, Any]:
     return {}
 
 
-def with_all(told: dict[str, Any]) -> dict[Any, Any]:
-    return {"__all__": all(told.values())}
-
-
-def with_the_dead(told: dict[str, Any]) -> dict[Any, Any]:
-    return dict.fromkeys(["red_0", "red_1", "blue_0"], np.zeros(1, np.float32)) | told
-
-
 NO_AGENT = {by_index: "0", by_group: "'red'", misspelt: "'red_01'"}
 MISSING = {one_missing: "'red_1'", empty: "'red_0'"}
 
 
-def team(*edits: tuple[str, str, Edit], cut: bool = False) -> Callable[[], Team]:
-    return functools.partial(Team, {(call, name): edit for call, name, edit in edits}, cut)
+def changed(change: Change, *names: str, at_reset: bool = False) -> Callable[[Team, Told], None]:
+    """An edit of the dicts `names` of each step, or of the reset."""
+
+    def edit(env: Team, told: Told) -> None:
+        if at_reset == (env.t == 0):
+            told |= {name: change(told[name]) for name in names}
+
+    return edit
 
 
-def steps(make: Callable[[], Any], count: int = 3, **options: Any) -> list[Any]:
+def steps(edit: Callable[[Team, Told], None], count: int = 3, cut: bool = False) -> list[Any]:
     """What the steps of one env return."""
-    with muster.make_vec(make, 1, **{"backend": "serial", "autoreset_mode": "disabled", **options}) as envs:
+    with muster.make_vec(lambda: Team(edit, cut), 1, backend="serial", autoreset_mode="disabled") as envs:
         envs.reset(seed=0)
         actions = {group: np.zeros((1, len(agents)), np.int64) for group, agents in envs.groups.items()}
         return [envs.step(actions) for _ in range(count)]
@@ -108,10 +107,10 @@ def steps(make: Callable[[], Any], count: int = 3, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", DICTS[:4])
 @pytest.mark.parametrize("how", NO_AGENT)
-def test_a_key_that_is_no_agent_is_named(name: str, how: Edit) -> None:
+def test_a_key_that_is_no_agent_is_named(name: str, how: Change) -> None:
     told = rf"env 0 \(worker 0, step 0\): step's {name} name {NO_AGENT[how]}, .*among \['blue_0', 'red_0', 'red_1'\]"
     with pytest.raises(SpecMismatch, match=told):
-        steps(team(("step", name, how)))
+        steps(changed(how, name))
 
 
 @pytest.mark.parametrize("how", MISSING)
@@ -124,59 +123,53 @@ def test_a_key_that_is_no_agent_is_named(name: str, how: Edit) -> None:
         ("truncations", "{} has left env.agents, but has not ended: expected True in step's terminations or"),
     ],
 )
-def test_an_agent_without_an_entry_is_named(name: str, told: str, how: Edit) -> None:
+def test_an_agent_without_an_entry_is_named(name: str, told: str, how: Change) -> None:
     with pytest.raises(SpecMismatch, match=told.format(MISSING[how])):
-        steps(team(("step", name, how), cut=name == "truncations"))
+        steps(changed(how, name), cut=name == "truncations")
 
 
 @pytest.mark.parametrize("how", [*NO_AGENT, *MISSING])
-def test_so_are_those_of_a_reset(how: Edit) -> None:
+def test_so_are_those_of_a_reset(how: Change) -> None:
     agent = NO_AGENT[how] if how in NO_AGENT else MISSING[how]
     told = f"reset's observations (name|have no entry for) {agent}, .*expected .*, got"
     with pytest.raises(SpecMismatch, match=told):
-        steps(team(("reset", "observations", how)))
+        steps(changed(how, "observations", at_reset=True))
 
 
 def test_a_reset_that_shows_nobody_anything_is_an_error() -> None:
     with pytest.raises(SpecMismatch, match=r"any agent that is to act: .* \['red_0', 'red_1', 'blue_0'\], got \[\]"):
-        steps(team(("reset", "observations", empty), ("reset", "infos", empty)))
-
-
-class Unset(Team):
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        result = super().reset()
-        self.agents = []
-        return result
-
-
-def test_so_is_one_that_leaves_the_agents_empty() -> None:
+        steps(changed(empty, "observations", "infos", at_reset=True))
     with pytest.raises(SpecMismatch, match=r"env.agents, \[\], got \['red_0', 'red_1', 'blue_0'\]"):
-        steps(Unset)
+        steps(lambda env, told: env.agents.clear())
 
 
-class Ending(Team):
-    """red_1 ends with the first step: `how` says which dicts name it then."""
+def ending(*names: str, mourns: bool = False) -> Callable[[Team, Told], None]:
+    """red_1 ends with the first step. names: the dicts that name it then.  mourns: it is shown something for ever."""
 
-    def __init__(self, *how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        told = dict(zip(DICTS, super().step(actions), strict=True))
-        if self.t == 1:
-            self.agents = ["red_0", "blue_0"]
+    def edit(env: Team, told: Told) -> None:
+        if env.t == 1:
+            env.agents = ["red_0", "blue_0"]
             told["terminations"]["red_1"] = True
-            for name in set(DICTS) - set(self.how):
+            for name in set(DICTS) - {*names, "terminations"}:
                 del told[name]["red_1"]
-        return tuple(told.values())
+        if env.t and mourns:
+            told["observations"] = dict.fromkeys(EVERY, np.zeros(1, np.float32)) | told["observations"]
+
+    return edit
 
 
 def test_one_that_ends_needs_a_reward_and_no_observation() -> None:
-    obs, rewards, *_, infos = steps(functools.partial(Ending, "rewards", "terminations"))[0]
+    obs, rewards, *_, infos = steps(ending("rewards"))[0]
     assert (obs["red"].tolist(), rewards["red"].tolist()) == ([[[2], [1]]], [[1, 1]])
     assert infos["agent_terminated"]["red"].tolist() == [[False, True]]
     with pytest.raises(SpecMismatch, match="step's rewards have no entry for 'red_1', which acted"):
-        steps(functools.partial(Ending, "observations", "terminations"))
+        steps(ending("observations"))
+
+
+def test_agents_that_are_gone_may_stay_in_the_dicts() -> None:
+    *_, (_, _, terminated, truncated, infos) = steps(ending("rewards", mourns=True))
+    assert infos["alive"]["red"].tolist() == [[True, False]]
+    assert (terminated.tolist(), truncated.tolist()) == ([True], [False])
 
 
 def test_the_warning_names_the_env_also_where_agents_leave_with_its_last_step() -> None:
@@ -190,111 +183,80 @@ def test_the_warning_names_the_env_also_where_agents_leave_with_its_last_step() 
     assert "agents_away" not in infos | infos.get("final_info", {})
 
 
-class Pausing(Team):
-    """red_1 is left out of all dicts but the infos in steps 1 and 2; in step 3 it is shown something again.
+def pausing(listed: str = "infos", rewarded: bool = True) -> Callable[[Team, Told], None]:
+    """red_1 is in no dict but the infos of steps 1 and 2; in step 3 it is shown something again.
 
-    rewarded: whether it has a reward then.  lists: a dict that names it in step 1 all the same.
+    listed: a dict that names it in step 1 all the same.  rewarded: whether it has a reward in step 3.
     """
 
-    def __init__(self, rewarded: bool = True, lists: str = "infos") -> None:
-        super().__init__()
-        self.rewarded, self.lists = rewarded, lists
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        told = dict(zip(DICTS, super().step(actions), strict=True))
-        self.agents = list(self.possible_agents)
-        told["terminations"] = dict.fromkeys(self.agents, False)
+    def edit(env: Team, told: Told) -> None:
+        if env.t == 0:
+            return
+        env.agents = list(EVERY)
+        told["terminations"] = dict.fromkeys(EVERY, False)
         for name in DICTS[:4]:
-            if self.t < 3 and not (self.t == 1 and name == self.lists):
+            if env.t < 3 and not (env.t == 1 and name == listed):
                 del told[name]["red_1"]
-        if self.t == 3 and not self.rewarded:
+        if env.t == 3 and not rewarded:
             del told["rewards"]["red_1"]
-        return tuple(told.values())
+
+    return edit
 
 
 @pytest.mark.parametrize("rewarded", [True, False])
 def test_agents_may_pause_and_come_back(rewarded: bool) -> None:
-    _, second, third, fourth = steps(functools.partial(Pausing, rewarded), 4)
+    _, second, third, fourth = steps(pausing(rewarded=rewarded), 4)
     assert second[4]["alive"]["red"].tolist() == second[4]["acting"]["red"].tolist() == [[True, False]]
     assert third[4]["acting"]["red"].tolist() == [[True, True]]
     assert third[1]["red"].tolist() == [[1, float(rewarded)]]
     assert fourth[0]["red"].tolist() == [[[5], [5]]]
 
 
-@pytest.mark.parametrize("name", DICTS[:4])
-def test_one_that_pauses_is_left_out_of_all_dicts(name: str) -> None:
-    if name == "observations":  # it goes on, but its action has no reward
-        told = "step's rewards have no entry for 'red_1', which acted"
-    elif name == "rewards":
-        told = "step's observations have no entry for 'red_1', which has a reward and goes on"
-    else:
-        told = "step's rewards have no entry for 'red_1', which acted.*Leave an agent that pauses out of all dicts"
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        ("observations", "step's rewards have no entry for 'red_1', which acted"),
+        ("rewards", "step's observations have no entry for 'red_1', which has a reward and goes on"),
+        ("truncations", "step's rewards have no entry for 'red_1', which acted.*Leave an agent that pauses out of all"),
+    ],
+)
+def test_one_that_pauses_is_left_out_of_all_dicts(listed: str, told: str) -> None:
     with pytest.raises(SpecMismatch, match=told):
-        steps(functools.partial(Pausing, lists=name))
-
-
-class Still(Team):
-    """Nobody is shown anything of step 2."""
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        told = super().step(actions)
-        return ({}, {}, {}, {}, {}) if self.t == 2 else told
+        steps(pausing(listed))
 
 
 def test_not_all_may_pause_at_once() -> None:
     with pytest.raises(SpecMismatch, match="step's observations have no entry for any agent that is to act"):
-        steps(Still)
-
-
-class Late(Team):
-    """blue_0 joins with the first step, shown something but without a reward."""
-
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset()
-        self.agents = ["red_0", "red_1"]
-        return self._seen(), {}
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        told = super().step(actions)
-        if self.t == 1:
-            self.agents = list(self.possible_agents)
-            told[0]["blue_0"] = np.full(1, 9, np.float32)
-        return told
+        steps(lambda env, told: told.update({name: {} for name in told} if env.t == 2 else {}))
 
 
 def test_one_that_joins_needs_no_reward() -> None:
-    first, *_ = steps(Late)
+    def join(env: Team, told: Told) -> None:
+        if env.t == 0:
+            env.agents.remove("blue_0")
+            told |= {"observations": env._seen(), "infos": {}}
+        elif env.t == 1:
+            env.agents = list(EVERY)
+            told["observations"]["blue_0"] = np.full(1, 9, np.float32)
+
+    first, *_ = steps(join)
     assert (first[0]["blue"].tolist(), first[1]["blue"].tolist()) == ([[[9]]], [[0]])
     assert first[4]["acting"]["blue"].tolist() == [[True]]
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_all_may_end_with_one_entry(cut: bool) -> None:
-    make = team(("step", "terminations", with_all), ("step", "truncations", with_all), cut=cut)
-    *_, (_, rewards, terminated, truncated, infos) = steps(make)
+    edit = changed(lambda told: {"__all__": all(told.values())}, "terminations", "truncations")
+    *_, (_, rewards, terminated, truncated, infos) = steps(edit, cut=cut)
     assert (terminated.tolist(), truncated.tolist()) == ([not cut], [cut])
     assert rewards["red"].tolist() == [[1, 1]]
     assert infos["agent_truncated" if cut else "agent_terminated"]["red"].all()
 
 
-def test_what_a_dict_makes_up_for_an_agent_counts() -> None:
-    def zero_by_default(told: dict[str, Any]) -> dict[Any, Any]:
-        return collections.defaultdict(float, {"red_0": 5.0})
-
-    for how in (zero_by_default, lambda told: collections.Counter(red_0=5)):
-        *_, (_, rewards, terminated, _, _) = steps(team(("step", "rewards", how)))
-        assert (rewards["red"].tolist(), rewards["blue"].tolist(), terminated.tolist()) == ([[5, 0]], [[0]], [True])
-
-
-def test_agents_that_are_gone_may_stay_in_the_dicts() -> None:
-    class Mourning(Ending):
-        def step(self, actions: dict[str, Any]) -> Any:
-            obs, *rest = super().step(actions)
-            return (with_the_dead(obs), *rest)
-
-    *_, (_, _, terminated, truncated, infos) = steps(functools.partial(Mourning, "rewards", "terminations"))
-    assert infos["alive"]["red"].tolist() == [[True, False]]
-    assert (terminated.tolist(), truncated.tolist()) == ([True], [False])
+@pytest.mark.parametrize("made", [collections.defaultdict(float, red_0=5.0), collections.Counter(red_0=5)])
+def test_what_a_dict_makes_up_for_an_agent_counts(made: Any) -> None:
+    *_, (_, rewards, terminated, _, _) = steps(changed(lambda told: made, "rewards"))
+    assert (rewards["red"].tolist(), rewards["blue"].tolist(), terminated.tolist()) == ([[5, 0]], [[0]], [True])
 
 
 REWARDED = {  # the dead red_1's reward of step 3, before and after the others', and in a dict that makes up others
@@ -415,7 +377,7 @@ class Won(Turns):
 
 
 @pytest.mark.parametrize("name", ["rewards", "_cumulative_rewards"])
-@pytest.mark.parametrize(("told", "kept"), [(10.0, 0.0), (12.0, 2.0), (0.0, 2.0), (2.0, 2.0), (0.0, 0.0)])
+@pytest.mark.parametrize(("told", "kept"), [(10.0, 0.0), (12.0, 2.0), (0.0, 2.0), (2.0, 2.0)])
 def test_a_reward_of_turns_after_the_end_is_named_unless_it_was_handed_over(
     name: str, told: float, kept: float
 ) -> None:

@@ -212,20 +212,6 @@ def test_a_mapping_that_cannot_take_a_replaced_buffer_is_refused():
     torch.testing.assert_close(call(types.MappingProxyType(params), torch.ones(3)), net(torch.ones(3)))
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_vmap_over_stacked_params(training):
-    nets = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).train(training) for _ in range(3)]
-    call, _ = functionalize(nets[0])
-    params = [functionalize(net)[1] for net in nets]
-    stacked = {name: torch.stack([each[name].detach() for each in params]) for name in params[0]}
-    x = torch.randn(6, 3)
-    outputs = torch.vmap(call, in_dims=(0, None))(stacked, x)
-    for index, net in enumerate(nets):
-        torch.testing.assert_close(outputs[index], net(x), rtol=1e-5, atol=1e-6)
-        for name, buffer in net.named_buffers():
-            torch.testing.assert_close(stacked[name][index], buffer)
-
-
 def test_recurrent_layers_see_the_given_weights_and_get_theirs_back():
     net, other = nn.GRU(3, 4), nn.GRU(3, 4)
     call, _ = functionalize(net)

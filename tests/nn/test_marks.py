@@ -163,19 +163,6 @@ def test_neither_can_what_holds_it(holder: Callable[[Any], Any], copying: Callab
             copying(holder(marked))
 
 
-def test_the_error_names_what_is_marked_where_and_why_and_what_to_do_instead():
-    with pytest.raises(TypeError) as raised:
-        pickle.dumps(nn.Sequential(Arm(2, 2)))
-    message = str(raised.value)
-    assert message.startswith(f"{__name__}.Arm is marked as uncopyable in {__file__}:")
-    assert ": drives the arm over USB. It stays where it is, neither copied nor pickled\n" in message
-    for remedy in (
-        *("policy_factory=", "muster.rebuild_with(Arm, factory)", "muster.nn.functionalize(policy)"),
-        *("muster.nn.TargetParams(policy)", "muster.nn.shared_on_copy(policy)", "uncopyable = False"),
-    ):
-        assert remedy in message
-
-
 def test_a_mark_that_was_taken_back_hinders_nothing():
     by_call = uncopyable(WithState(2, 2))
     by_call.uncopyable = False
