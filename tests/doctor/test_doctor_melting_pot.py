@@ -35,18 +35,3 @@ def test_the_doctor_says_so_too(substrate):
         assert diagnosis.blocks
         assert "dmlab2d.dmlab2d_pybind.Lab2d" in diagnosis.findings[0].text
         assert 'or give the id "meltingpot/<substrate>"' in diagnosis.recommendation.factory
-
-
-@pytest.mark.slow
-def test_by_id_it_gets_a_line_that_works():
-    diagnosis = muster.diagnose(SUBSTRATE, num_envs=2, seconds=0.3)
-    assert not diagnosis.blocks, str(diagnosis)
-    run(diagnosis.recommendation.line)
-
-
-def run(line):
-    names = {"muster": muster}
-    exec(line, names)
-    with names["envs"] as envs:
-        envs.reset()
-        envs.step(envs.action_space.sample())

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 import muster
 from muster.envs.dm_env import space_of
-from muster.errors import EnvError, SpecMismatch
+from muster.errors import SpecMismatch
 from sample_envs import INT32
 from slow import slow
 
@@ -148,14 +148,6 @@ def test_seeds_reach_the_generator_of_the_task(generator: str) -> None:
         first, again, other = (envs.reset(seed=seed)[0][:, 1].tolist() for seed in (5, 5, 6))
         assert first == again
         assert first[1:] == other[:-1]
-
-
-def test_attributes_are_the_envs_own() -> None:
-    with muster.make_vec(Walk, 2) as envs:
-        envs.set_attr("level", [3, 4])
-        assert envs.get_attr("level") == (3, 4)
-        with pytest.raises(EnvError, match="physics"):
-            envs.render()
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,6 @@ def test_substrates_that_do_not_exist_are_refused_with_those_that_do() -> None:
         muster.make_vec("meltingpot/commons")
 
 
-def test_a_substrate_that_exists_already_is_refused_by_name() -> None:
-    env = build(SMALL)
-    with pytest.raises(RecipeError, match="def make_env"):
-        muster.make_vec(env)
-    with pytest.raises(RecipeError, match=r"holds an env that exists already: .*Substrate"):
-        muster.make_vec(lambda: env)
-    env.close()
-
-
 def build(name: str) -> Any:
     substrates = load_substrates()
     return substrates.build(name, roles=substrates.get_config(name).default_player_roles)

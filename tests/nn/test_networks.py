@@ -75,18 +75,6 @@ def test_mlp_equals_torchrls_from_the_same_seed(centralised, share_params, batch
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
 
 
-@FLAGS
-def test_convolutions_equal_torchrls_from_the_same_seed(centralised, share_params):
-    torch.manual_seed(3)
-    ours = MultiAgentConvNet(3, centralised, share_params, in_features=2, kernel_sizes=3)
-    torch.manual_seed(3)
-    theirs = torchrl.modules.MultiAgentConvNet(3, centralised, share_params, in_features=2, kernel_sizes=3)
-    for batch in ((), (4,), (2, 2)):
-        x = torch.randn(*batch, 3, 2, 20, 20)
-        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
-    assert ours(torch.randn(0, 3, 2, 20, 20)).shape == (0, 3, 32)
-
-
 def test_parameters_are_stacked_with_the_agents_in_front():
     shapes = {name: tuple(p.shape) for name, p in mlp(False, False).named_parameters()}
     assert shapes == {
