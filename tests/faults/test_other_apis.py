@@ -36,6 +36,18 @@ class StepsAsGym(Plain):
         return OBS, 0.0, False, {}
 
 
+class InfosInLists(Plain):
+    def step(self, action: Any) -> Any:
+        return OBS, 0.0, False, False, ["info"]
+
+
+class LacksKeys(Plain):
+    observation_space = gym.spaces.Dict({"x": BOX, "y": BOX})
+
+    def reset(self, **_: Any) -> Any:
+        return {"x": OBS}, {}
+
+
 class HasNoSpace(Plain):
     observation_space = None  # type: ignore[assignment]
 
@@ -97,6 +109,13 @@ class AgentsEarnArrays(Agents):
         return obs, rewards | {"bc": np.ones(1)}, *rest
 
 
+class AgentsUnnamed(Agents):
+    def step(self, actions: dict[str, Any]) -> Any:
+        result = super().step(actions)
+        self.agents = [*self.agents, "z"]
+        return tuple(one | {"z": one.get("a", {})} for one in result)
+
+
 class Unready:
     def __float__(self) -> float:
         raise ZeroDivisionError("of the env")
@@ -113,11 +132,18 @@ class AgentsFail(Agents):
     [
         (ResetsAsGym, EnvError, r"reset must return \(obs, info\), got array.*Gym before 0\.26"),
         (StepsAsGym, EnvError, r"step must return \(obs, reward, .*, False, {}\); an env written for Gym before 0\.26"),
+        (InfosInLists, EnvError, "info must be a dict, got list"),
+        (LacksKeys, SpecMismatch, r"observation: expected keys \['x', 'y'\], got \['x'\]"),
         (HasNoSpace, SpecMismatch, r"HasNoSpace\.observation_space is None, expected a gymnasium\.spaces\.Space"),
         (KeepsItsGraph, SpecMismatch, r"observation is Tensor .*requires grad.*detach"),
         (AgentsResetAsBefore, SpecMismatch, r"reset must return \(observations, infos\), .* got {'a': array"),
         (AgentsStepAsBefore, SpecMismatch, r"step must return \(observations, rewards, terminations, truncations"),
         (AgentsInLists, EnvError, r"expected a dict of observations by agent, got \[array"),
+        (
+            AgentsUnnamed,
+            SpecMismatch,
+            r"agent 'z' is not among the env's possible_agents \['a', 'bc'\]; slots are fixed",
+        ),
         (AgentsFail, EnvError, "ZeroDivisionError: of the env"),
         (AgentsEarnArrays, EnvError, r"the reward of 'bc' is array\(\[1\.\]\), expected a number"),
     ],

@@ -356,6 +356,18 @@ def test_wrong_policies_are_told_what_is_wrong(policy, message):
         collect(count_env(), policy)
 
 
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (lambda obs, state: zeros_policy(obs), r"must return \(outputs, state\), state a dict; got Tensor"),
+        (lambda obs, state: (zeros_policy(obs), {}), "the policy's next state lacks 'h'"),
+    ],
+)
+def test_a_policy_that_gives_no_state_is_told_so(policy, message):
+    with pytest.raises(SpecMismatch, match=message):
+        collect(count_env(), policy, initial_state={"h": torch.zeros(4)})
+
+
 def test_meta_placeholders_stay_and_the_rest_moves():
     class WithPlaceholder(nn.Module):
         def __init__(self):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from agent_envs import Script
-from collecting import SERIAL, collect, count_env, zeros_policy
+from collecting import SERIAL, Constant, collect, count_env, zeros_policy
 from counting_env import CountingEnv, FailingEnv
 
 import muster
-from muster.errors import ClosedError, ConfigError, EnvError
+from muster.errors import ClosedError, ConfigError, EnvError, SpecMismatch
 from muster.rollout.collector import Collector
 
 
@@ -59,11 +59,42 @@ def test_the_callers_vector_env_stays_open():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"frames_per_batch": 0}, {"frames_per_batch": 2.5}, {"seed": -1}, {"max_frames_per_traj": 0}]
+    "wrong",
+    [
+        {"frames_per_batch": 0},
+        {"frames_per_batch": 2.5},
+        {"seed": -1},
+        {"max_frames_per_traj": 0},
+        {"split_trajs": True, "compact": True},
+        {"replay_buffer": [], "compact": True},
+        {"overlap": True},
+    ],
 )
-def test_numbers_that_make_no_sense_are_refused(wrong):
+def test_options_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Collector(count_env(), zeros_policy, make_vec_options=SERIAL, **{"frames_per_batch": 4, **wrong})
+
+
+GOOD = Constant().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({}, r"unknown \[\], missing \['best'\]"),
+        ({**GOOD, "scale": torch.zeros(1)}, r"unknown \['scale'\], missing \[\]"),
+        ({"best": torch.zeros(2)}, r"weights\['best'\] has shape \(2,\), the policy's \(\)"),
+        ({"best": 0.0}, "is a float; expected a tensor"),
+        ({"best": torch.zeros((), dtype=torch.complex64)}, "has dtype torch.complex64"),
+        ({"best": torch.zeros((), device="meta")}, "has no values"),
+    ],
+)
+def test_weights_that_are_not_the_policys_are_refused(weights, message):
+    with (
+        Collector(count_env(), Constant(), num_envs=2, frames_per_batch=4, make_vec_options=SERIAL) as collector,
+        pytest.raises(SpecMismatch, match=message),
+    ):
+        collector.update_policy_weights_(weights)
 
 
 def test_spaces_without_a_shape_are_refused_by_name():

@@ -418,6 +418,8 @@ def test_matches_what_a_collector_gives_row_by_row():
         ({"num_collectors": 1, "make_vec_options": {"state": "no"}}, "state must be True or False, got 'no'"),
         ({"num_collectors": 0}, "num_collectors"),
         ({"num_collectors": 1, "preemptive_threshold": 2.0}, "preemptive_threshold"),
+        ({"num_collectors": 1, "preemptive_threshold": 0.5, "sync": False}, "with sync=True"),
+        ({"num_collectors": 1, "collect_timeout": 0}, "collect_timeout must be a number of seconds"),
         ({"num_collectors": 1, "compact": True, "replay_buffer": []}, "replay_buffer"),
     ],
 )
@@ -451,6 +453,8 @@ def test_lazy_weights_are_asked_for_or_built_by_the_factory():
     with MultiCollector(CountingEnv, policy_factory=Lazy, num_collectors=2, frames_per_batch=4) as collector:
         collector.rollout()
         weights = collector.state_dict()["policy"]
+        with pytest.raises(SpecMismatch, match=r"the weights are not the replicas': missing \['layer.bias'\]"):
+            collector.update_policy_weights_({"layer.weight": weights["layer.weight"]})
     assert {name: (tuple(w.shape), w.dtype) for name, w in weights.items()} == {
         "layer.weight": ((4, 2), torch.bfloat16),
         "layer.bias": ((4,), torch.bfloat16),
