@@ -11,12 +11,7 @@ from muster.spaces.stacking import stacked_space
 
 torchrl = pytest.importorskip("torchrl")
 
-from tensordict.nn import TensorDictModule, TensorDictSequential  # noqa: E402
-from torchrl.envs import RewardSum, TransformedEnv  # noqa: E402
-from torchrl.envs.utils import MarlGroupMapType, check_env_specs, check_marl_grouping  # noqa: E402
-from torchrl.modules import MaskedCategorical, MultiAgentMLP, ProbabilisticActor  # noqa: E402
-from torchrl.objectives import ClipPPOLoss  # noqa: E402
-from torchrl.objectives.value import GAE  # noqa: E402
+from torchrl.envs.utils import check_env_specs, check_marl_grouping  # noqa: E402
 
 from muster.interop.torchrl import ParallelEnv, as_torchrl  # noqa: E402
 from muster.interop.torchrl.layouts import Codec  # noqa: E402
@@ -120,73 +115,6 @@ def test_seeds_make_resets_repeatable():
         rows.append(envs.reset()["agent", "observation"])
     assert (rows[0] == rows[1]).all()
     assert not (rows[0][0] == rows[0][1]).all()
-
-
-def test_a_clipped_ppo_loss_trains_over_torchrls_collector_and_masks():
-    from torchrl.collectors import Collector  # it warns of itself when it is imported
-
-    envs = TransformedEnv(make(Masked), RewardSum(in_keys=[("a", "reward")], out_keys=[("a", "episode_reward")]))
-    net = MultiAgentMLP(2, 3, 2, centralized=False, share_params=True, depth=1, num_cells=8)
-    actor = ProbabilisticActor(
-        TensorDictModule(net, [("a", "observation")], [("a", "logits")]),
-        in_keys={"logits": ("a", "logits"), "mask": ("a", "action_mask")},
-        out_keys=[("a", "action")],
-        distribution_class=MaskedCategorical,
-        return_log_prob=True,
-        log_prob_key=("a", "log_prob"),
-    )
-    other = TensorDictModule(lambda mask: mask.float().argmax(-1), [("b", "action_mask")], [("b", "action")])
-    critic = TensorDictModule(
-        MultiAgentMLP(2, 1, 2, centralized=True, share_params=True, depth=1, num_cells=8),
-        [("a", "observation")],
-        [("a", "state_value")],
-    )
-    keys = {"reward": ("a", "reward"), "done": ("a", "done"), "terminated": ("a", "terminated")}
-    gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
-    gae.set_keys(**keys, value=("a", "state_value"), advantage=("a", "advantage"), value_target=("a", "target"))
-    loss = ClipPPOLoss(actor, critic)
-    loss.set_keys(
-        **keys,
-        action=("a", "action"),
-        value=("a", "state_value"),
-        sample_log_prob=("a", "log_prob"),
-        advantage=("a", "advantage"),
-        value_target=("a", "target"),
-    )
-    before = [parameter.detach().clone() for parameter in loss.parameters()]
-    optimizer = torch.optim.Adam(loss.parameters(), 1e-2)
-    collector = Collector(envs, TensorDictSequential(actor, other), frames_per_batch=16, total_frames=32)
-    for batch in collector:
-        assert batch.batch_size == (2, 8)
-        assert batch["next", "a", "episode_reward"].shape == (2, 8, 2, 1)
-        with torch.no_grad():
-            gae(batch)
-        losses = loss(batch.reshape(-1))
-        sum(losses[key] for key in ("loss_objective", "loss_critic", "loss_entropy")).backward()
-        optimizer.step()
-    collector.shutdown()
-    assert any((now != then).any() for now, then in zip(loss.parameters(), before, strict=True))
-
-
-def wrapped_spread():
-    """TorchRL's own wrapper with groups of its own."""
-    from mpe2 import simple_spread_v3
-    from torchrl.envs.libs.pettingzoo import PettingZooWrapper
-
-    groups = MarlGroupMapType.ONE_GROUP_PER_AGENT
-    return PettingZooWrapper(simple_spread_v3.parallel_env(), group_map=groups, categorical_actions=False)
-
-
-@pytest.mark.slow
-def test_parallel_env_takes_torchrls_pettingzoo_envs_with_their_groups_and_encoding():
-    pytest.importorskip("mpe2")
-    envs = ParallelEnv(2, wrapped_spread, num_processes=1, mp_start_method="fork")
-    try:
-        check_env_specs(envs)
-        assert list(envs.group_map) == [{f"agent_{k}": [f"agent_{k}"] for k in range(3)}] * 2
-        assert envs.action_spec["agent_1", "action"].shape == (2, 1, 5)
-    finally:
-        envs.close()
 
 
 def test_parallel_env_says_which_envs_it_takes():

@@ -18,7 +18,7 @@ torchrl = pytest.importorskip("torchrl")
 ours = pytest.importorskip("muster.interop.torchrl")  # first: TorchRL's collectors warn while they are imported
 
 import torchrl.collectors as theirs  # noqa: E402
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase  # noqa: E402
+from tensordict import LazyStackedTensorDict, TensorDict  # noqa: E402
 from tensordict.nn import TensorDictModule  # noqa: E402
 from torch import nn  # noqa: E402
 from torchrl.collectors import _multi_base  # noqa: E402
@@ -148,23 +148,6 @@ def both(name, *args, with_ids=True, seed=3, **kwargs):
     return mine
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_frames_per_traj": 12, "set_truncated": True},
-        {"init_random_frames": 40, "reset_at_each_iter": True},
-        {"split_trajs": True},
-        {"postproc": partial(TensorDictBase.exclude, inplace=False), "compact_obs": True},
-    ],
-)
-def test_a_collector_gives_torchrls_batches(options):
-    options = dict(options)
-    if "postproc" in options:
-        options["postproc"] = lambda batch: batch.exclude(("next", "reward"))
-    both("Collector", cart_pole, greedy_policy(), frames_per_batch=40, total_frames=120, **options)
-
-
 @pytest.mark.parametrize("cat_results", ["stack", 0, *slow(-1)])
 def test_batches_of_several_workers_are_joined_as_torchrls(cat_results):
     # The workers draw trajectory ids in whatever order they come.
@@ -176,11 +159,9 @@ def test_batches_of_several_workers_are_joined_as_torchrls(cat_results):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        (KINDS[0], {"max_frames_per_traj": 12, "storing_device": "cpu"}),
         (KINDS[1], {"init_random_frames": 40, "reset_at_each_iter": True, "use_buffers": False}),
         (KINDS[0], {"split_trajs": True, "create_env_kwargs": [{"max_episode_steps": 9}]}),
         (KINDS[1], {"postproc": lambda batch: batch.exclude(("next", "reward")), "compact_obs": True}),
-        (KINDS[1], {"policy_device": "cpu", "env_device": "cpu", "num_sub_threads": 2}),
     ],
 )
 def test_one_worker_gives_torchrls_batches(name, options):

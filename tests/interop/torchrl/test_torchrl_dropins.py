@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from dropin_envs import Alone, Counter, InterruptsCaller, Raising, Structured
+from dropin_envs import Alone, Counter, InterruptsCaller, Structured
 from gymnasium import spaces
 
 import muster
@@ -151,41 +151,9 @@ def test_next_step_envs_and_tuple_spaces_are_refused():
         make(Structured)
 
 
-@pytest.mark.slow
-def test_parallel_env_takes_torchrls_factories_and_its_encoding():
-    make = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
-    envs = ParallelEnv(3, make, num_processes=2, mp_start_method="fork")
-    try:
-        assert envs.action_spec.shape == (3,)
-        check_env_specs(envs)
-        envs.set_seed(0)
-        assert envs.rollout(30, break_when_any_done=False).batch_size == (3, 30)
-        assert len({worker["pid"] for worker in envs.vector_env.stats()["workers"]}) == 2
-    finally:
-        envs.close()
-    assert envs.is_closed
-
-
 def test_parallel_env_gives_each_env_a_process_of_its_own():
-    envs = ParallelEnv(3, Alone)
+    envs = ParallelEnv(3, Alone, mp_start_method="fork")
     assert len(set(envs.vector_env.call("where"))) == 3
-    envs.close()
-
-
-def test_two_that_cannot_share_a_process_say_how_each_gets_its_own():
-    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
-        ParallelEnv(2, Alone, num_processes=1)
-    assert "ParallelEnv without num_processes" in raised.value.__notes__[-1]
-
-
-def test_parallel_env_hands_each_env_its_arguments_and_raises_what_it_raises():
-    envs = ParallelEnv(2, [Raising, Raising], create_env_kwargs=[{"length": 1}, {"length": 9}], mp_start_method="fork")
-    envs.reset()
-    assert envs.vector_env.get_attr("length") == (1, 9)
-    action = envs.full_action_spec.zero()
-    action["action"][:, 2] = 1
-    with pytest.raises(KeyError, match="no action 2"):
-        envs.step(envs.reset().update(action))
     envs.close()
 
 
@@ -212,24 +180,6 @@ def test_parallel_env_passes_on_what_it_does_not_have_itself():
             envs.__private
     finally:
         envs.close()
-
-
-def test_torchrls_collector_and_replay_buffer_take_it():
-    from torchrl.collectors import Collector
-    from torchrl.data import LazyTensorStorage, ReplayBuffer
-
-    envs = ParallelEnv(2, lambda: GymEnv("CartPole-v1"), mp_start_method="fork")
-    collector = Collector(envs, None, frames_per_batch=40, total_frames=80)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(80), batch_size=16)
-    for batch in collector:
-        assert batch.batch_size == (2, 20)
-        ended = batch["next", "done"][:, :-1, 0]
-        following, arrived = batch["observation"][:, 1:], batch["next", "observation"][:, :-1]
-        assert (following[~ended] == arrived[~ended]).all()
-        buffer.extend(batch.reshape(-1))
-    assert buffer.sample()["observation"].shape == (16, 4)
-    collector.shutdown()
-    assert envs.is_closed
 
 
 def test_as_torchrl_refuses_views_of_memory_that_the_next_step_overwrites():

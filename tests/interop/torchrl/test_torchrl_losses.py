@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import doctest
 import inspect
 import pickle
 from pathlib import Path
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 torchrl = pytest.importorskip("torchrl")
 
 from loss_cases import (  # noqa: E402
-    ALL,
-    BY_EXAMPLE,
     COPYING,
     Case,
     Plain,
@@ -27,7 +24,6 @@ from loss_cases import (  # noqa: E402
     networks_of,
     trained,
 )
-from tensordict import TensorDictBase  # noqa: E402
 from torchrl import modules, objectives  # noqa: E402
 
 from muster.errors import CannotTravel  # noqa: E402
@@ -52,8 +48,7 @@ COPIES = {
 
 
 def modules_in(networks: list[Any]) -> list[nn.Module]:
-    wholes = [one for network in networks for one in (network if isinstance(network, list) else [network])]
-    return [module for whole in wholes for module in whole.modules()]
+    return [module for network in networks for module in network.modules()]
 
 
 def closed(networks: list[Any]) -> None:
@@ -89,20 +84,16 @@ def equal(left: list[Any], right: list[Any]) -> bool:
     return bool(tensors) and all(a.equal(b) for a, b in tensors)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_three_updates_equal_the_original_s_and_leave_no_trace(name: str):
-    case = ALL[name]
-    networks = networks_of(case, Plain)
-    before = inside(networks)
-    _, expected = trained(objectives, case, networks)
-    its_own = changed(networks, before)  # REDQ's actor returns its log prob from then on
-    for net in [Plain, Uncopyable] if name in COPYING else [Uncopyable]:
+@pytest.mark.parametrize("case", COPYING.values(), ids=COPYING)
+def test_three_updates_equal_the_original_s_and_leave_no_trace(case: Case):
+    _, expected = trained(objectives, case, networks_of(case, Plain))
+    for net in (Plain, Uncopyable):
         networks = networks_of(case, net)
         before = inside(networks)
         loss, seen = trained(losses, case, networks)
         assert equal(seen, expected)
         assert isinstance(loss, getattr(objectives, case.name))
-        assert len(changed(networks, before)) == len(its_own) == (name == "REDQ")
+        assert changed(networks, before) == []
         closed(networks)
 
 
@@ -112,30 +103,6 @@ def test_the_original_cannot_copy_it(case: Case):
     with pytest.raises(RuntimeError, match="the robot cannot be copied"):
         trained(objectives, case, networks)
     closed(networks)
-
-
-@pytest.mark.parametrize("name", BY_EXAMPLE)
-def test_the_examples_in_the_documentation_compute_the_same(name: str):
-    found = []
-    for module in ("torchrl.objectives", "muster.interop.torchrl.losses"):
-        torch.manual_seed(0)
-        names: dict[str, Any] = {}
-        for example in doctest.DocTestParser().get_examples(inspect.getdoc(getattr(losses, name)) or ""):
-            exec(example.source.replace("torchrl.objectives import", f"{module} import"), names)
-        found.append(names)
-    theirs, ours = found
-    made = next(value for value in ours.values() if isinstance(value, getattr(objectives, name)))
-    assert type(made) is getattr(losses, name)
-    tensors = {key: value for key, value in theirs.items() if isinstance(value, TensorDictBase)}
-    assert tensors
-    for key, value in tensors.items():
-        assert (ours[key] == value).all(), key
-    theirs_after = [p.grad for p in next(v for v in theirs.values() if type(v).__name__ == name).parameters()]
-    assert equal([*theirs_after, torch.ones(())], [*(p.grad for p in made.parameters()), torch.ones(())])
-
-
-def test_every_loss_is_tried():
-    assert {case.name for case in ALL.values()} | {*BY_EXAMPLE, "LossModule"} == set(NAMES)
 
 
 def test_classes_are_the_originals_in_all_that_a_reader_sees():

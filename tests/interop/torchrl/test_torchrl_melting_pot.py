@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import programs
-
 torchrl = pytest.importorskip("torchrl")
 pytest.importorskip("dmlab2d", reason="python -m muster.envs.install_meltingpot")
 pytest.importorskip("ml_collections", reason="python -m muster.envs.install_meltingpot")
@@ -64,13 +62,6 @@ def test_a_user_builds_one_in_the_caller():
     rollout = MeltingpotWrapper(env._env, max_steps=2).rollout(5)
     assert rollout["next", "terminated"].flatten().tolist() == [False, True]
     env.close()
-
-
-@pytest.mark.parametrize("first", ["muster.interop.torchrl", "torchrl.envs.libs.meltingpot"])
-@pytest.mark.slow
-def test_either_order_of_imports(first: str):
-    code = f"import {first}, muster.interop.torchrl; from torchrl.envs.libs.meltingpot import MeltingpotEnv"
-    programs.run("-c", f"{code}; MeltingpotEnv('{SMALL}').rollout(2)", fresh=True, check=True)
 
 
 def test_an_env_that_exists_already_is_told_by_the_engine_in_it_and_the_function_to_write():

@@ -14,7 +14,7 @@ torchrl = pytest.importorskip("torchrl")
 from torchrl.envs import ConditionalSkip, MultiAction, ObservationNorm, SerialEnv, TransformedEnv  # noqa: E402
 from torchrl.envs.libs.gym import GymWrapper  # noqa: E402
 
-from muster.interop.torchrl import ParallelEnv, as_torchrl  # noqa: E402
+from muster.interop.torchrl import as_torchrl  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning:torchrl"
@@ -44,17 +44,6 @@ def rows_of(tensordict, name):
 
 
 @MODES
-def test_only_envs_that_are_to_step_do(mode):
-    envs = ours(mode)
-    state = envs.rand_action(envs.reset())
-    state["_step"] = torch.tensor([True, False, True])
-    after = envs.step(state)
-    assert rows_of(after, "observation") == [1.0, 0.0, 1.0]
-    assert rows_of(after, "reward") == [1.0, 0.0, 1.0]
-    assert envs.vector_env.get_attr("count") == (1, 0, 1)
-
-
-@MODES
 def test_nobody_steps_where_nobody_is_to(mode):
     envs = ours(mode)
     envs.rollout(1)
@@ -64,15 +53,6 @@ def test_nobody_steps_where_nobody_is_to(mode):
         step(state)
     assert envs._step(state)["observation"].squeeze(-1).tolist() == [0.0, 0.0, 0.0]
     assert envs.vector_env.get_attr("count") == (0, 0, 0)
-
-
-@MODES
-def test_a_rollout_until_all_have_ended(mode):
-    lasting = {"max_steps": 9, "break_when_any_done": False, "break_when_all_done": True}
-    first, second, their = *(envs.rollout(**lasting) for envs in [ours(mode)] * 2), torchrls().rollout(**lasting)
-    assert first.batch_size == their.batch_size == (3, 5)
-    assert_same(first.exclude("action"), their.exclude("action"))
-    assert_same(second.exclude("action"), their.exclude("action"))
 
 
 @MODES
@@ -167,19 +147,3 @@ def test_agents_of_an_env_that_is_skipped_wait(mode):
         assert rollout["next", "a", "observation"][:, :, 0, 0].tolist() == [[1, 2, 0, 1, 2, 1], [1, 2, 3, 4, 1, 2]]
         assert rollout["next", "a", "reward"][0, :, 0, 0].tolist() == [1, 2, 0, 1, 2, 1]
         assert rollout["next", "done"][0, :, 0].tolist() == [False, True, False, False, True, False]
-
-
-@pytest.mark.slow
-def test_worker_processes_step_only_envs_that_are_to():
-    envs = ParallelEnv(
-        3,
-        Counter,
-        create_env_kwargs=[{"length": length} for length in LENGTHS],
-        num_processes=2,
-        mp_start_method="fork",
-    )
-    try:
-        rollout = envs.rollout(9, break_when_any_done=False, break_when_all_done=True)
-        assert rollout["next", "done"].sum(1).flatten().tolist() == [4, 3, 1]
-    finally:
-        envs.close()

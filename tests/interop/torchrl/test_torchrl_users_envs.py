@@ -39,8 +39,14 @@ from torchrl.envs import (  # noqa: E402
     VecNormV2,
 )
 from torchrl.envs import ParallelEnv as TheirParallelEnv  # noqa: E402
+from torchrl.envs.libs.gym import GymEnv  # noqa: E402
 from torchrl.modules import LSTMModule  # noqa: E402
-from torchrl.testing.mocking_classes import HeterogeneousCountingEnv, MultiKeyCountingEnv, NestedCountingEnv  # noqa: E402
+from torchrl.testing.mocking_classes import (  # noqa: E402
+    CountingEnv,
+    HeterogeneousCountingEnv,
+    MultiKeyCountingEnv,
+    NestedCountingEnv,
+)
 
 from muster.errors import NotEnoughMemory  # noqa: E402
 from muster.interop.torchrl import ParallelEnv, PettingZooEnv  # noqa: E402
@@ -191,6 +197,8 @@ def primed() -> EnvBase:
 
 FACTORIES: dict[str, Any] = {
     "several dtypes": Camera,
+    "a batch in each": partial(CountingEnv, batch_size=[2]),
+    "of Gymnasium": partial(GymEnv, "CartPole-v1", categorical_action_encoding=True),
     "pictures": pictures,
     "VecNormV2 inside": normalised,
     "masks": Chooser,
@@ -272,7 +280,7 @@ def driven(env: Any, *, partial_steps: bool) -> list[TensorDictBase]:
 
 # Whatever class they are of, TorchRL does not step some of envs that are stacked lazily, nor of envs with a transform
 # around them that changes shapes.
-ALL_ONLY = ("agents that differ", "envs that differ", "pictures around")
+ALL_ONLY = ("a batch in each", "agents that differ", "envs that differ", "pictures around")
 # What TorchRL's workers show, and its `SerialEnv` does not.
 OF_WORKERS = ("masks", "agents that differ", "done flags in a group", "done flags in both")
 # TorchRL's workers take a second to start.
