@@ -10,12 +10,11 @@ from functools import partial
 import gymnasium
 import numpy as np
 import pytest
-from dropin_envs import Alone, Careless, Counter, Interrupted, Raising, Repeater, Slow, Speaker
+from dropin_envs import Careless, Counter, Interrupted, Raising, Repeater, Slow, Speaker
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv as TheirAsync
 from gymnasium.vector.async_vector_env import _async_worker
 
-from muster.errors import WorkerDied
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from slow import slow
 
@@ -119,20 +118,6 @@ def test_an_env_that_raises_does_not_swallow_ctrl_c(order):
 
 
 @BOTH
-def test_next_step_autoreset_and_infos_are_gymnasiums(vectorise):
-    with vectorise([partial(Counter, 1), partial(Counter, 3)]) as envs:
-        _, infos = envs.reset(seed=5)
-        assert infos["start"].tolist() == [True, True]
-        assert envs.step([0, 0])[3].tolist() == [True, False]
-        obs, rewards, _, truncated, infos = envs.step([0, 0])
-        assert obs.tolist() == [[0.0], [2.0]]
-        assert rewards.tolist() == [0.0, 2.0]
-        assert not truncated.any()
-        assert infos["_count"].tolist() == [False, True]
-        assert envs.get_attr("seeds") == ([5, None], [6])
-
-
-@BOTH
 def test_what_is_wrong_with_a_reset_mask_is_said_in_gymnasiums_words(vectorise):
     with vectorise([Counter] * 2) as envs:
         for mask, error, match in (
@@ -180,25 +165,6 @@ def test_async_builds_no_env_in_the_calling_process():
         pids = envs.call("where")
     assert os.getpid() not in pids
     assert len(set(pids)) == 2
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_async_gives_each_env_a_process_of_its_own(dies):
-    with AsyncVectorEnv([partial(Alone, dies)] * 3) as envs:
-        envs.reset()
-        assert len(set(envs.call("where"))) == 3
-
-
-def test_two_that_cannot_share_a_process_say_how_each_gets_its_own(monkeypatch):
-    monkeypatch.setattr("dropin_envs._in_this_process", [])
-    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
-        AsyncVectorEnv([partial(Alone, False)] * 3, num_workers=1)
-    assert "AsyncVectorEnv(env_fns) without num_workers" in raised.value.__notes__[-1]
-    with pytest.raises(WorkerDied, match=r"AsyncVectorEnv\(env_fns\) without num_workers"):
-        AsyncVectorEnv([partial(Alone, True)] * 3, num_workers=1)
-    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
-        SyncVectorEnv([partial(Alone, False)] * 2)
-    assert "AsyncVectorEnv(env_fns)" in raised.value.__notes__[-1]
 
 
 def test_async_does_not_start_again_for_an_env_that_always_raises(recwarn):
@@ -290,16 +256,6 @@ def test_close_with_a_timeout_ends_where_a_worker_has_died_in_the_pending_call()
     os.kill(pid, signal.SIGKILL)
     with pytest.warns(UserWarning, match="waiting for a pending call to `step`"):
         envs.close(timeout=1)
-
-
-def test_a_killed_worker_is_an_error_and_close_raises_nothing():
-    envs = AsyncVectorEnv([Counter] * 2)
-    envs.reset()
-    os.kill(envs.call("where")[1], signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="SIGKILL"):
-        for _ in range(100):
-            envs.step([0, 0])
-    envs.close()
 
 
 def test_text_observations_are_not_those_of_the_first_step():
@@ -421,14 +377,6 @@ def test_a_permit_is_not_lost_with_a_step_that_raises(context):
                 envs.step([1, 0, 0])
         envs.reset()
         assert envs.step([0, 0, 0])[1].tolist() == [-1.0] * 3
-
-
-def test_a_worker_that_dies_with_a_permit_ends_the_vector_env():
-    envs = AsyncVectorEnv([Noisy] * 3, max_concurrency=1)
-    envs.reset()
-    with pytest.raises(WorkerDied):
-        envs.step([2, 2, 2])
-    envs.close()
 
 
 def test_envs_with_max_concurrency_are_packed_where_a_trial_shows_that_they_may(capfd):

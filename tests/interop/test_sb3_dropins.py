@@ -1,5 +1,4 @@
 import os
-import pickle
 import threading
 from functools import partial
 from pathlib import Path
@@ -10,11 +9,12 @@ from dropin_envs import Alone, Careless, Counter, Interrupted, InterruptsCaller,
 
 import muster
 from muster.errors import CannotTravel, ConfigError
+from one_instance import Simulator, compile_library
 
 sb3 = pytest.importorskip("stable_baselines3")
 
 from stable_baselines3.common.monitor import Monitor  # noqa: E402
-from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecMonitor, VecNormalize  # noqa: E402
+from stable_baselines3.common.vec_env import VecEnv  # noqa: E402
 
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, as_sb3, make_vec_env  # noqa: E402
 
@@ -99,15 +99,6 @@ def test_as_lenient_as_sb3(vec_env_cls, make):
     assert given.env_method("what")[1][1].tolist() == [2.5, 3.5]
 
 
-@BOTH
-def test_an_env_that_raises_is_told_and_leaves_the_others_in_step(vec_env_cls, make):
-    envs = make(vec_env_cls([Raising] * 2))
-    envs.reset()
-    with pytest.raises(KeyError, match="no action 2"):
-        envs.step(np.array([2, 0]))
-    assert envs.step(np.array([0, 0]))[0].tolist() == [[1.0], [2.0]]
-
-
 @pytest.mark.parametrize("order", [[Raising, Interrupted], [Interrupted, Raising]])
 def test_an_env_that_raises_does_not_swallow_ctrl_c(order, make):
     envs = make(DummyVecEnv(order))
@@ -140,25 +131,17 @@ def test_dummy_gives_float32_rewards(make):
     assert envs.step([0])[1].dtype == np.float32
 
 
-def test_a_library_that_loads_once_per_process_gets_one_process_for_each_env(make):
-    envs = make(make_vec_env(Alone, n_envs=3, vec_env_cls=SubprocVecEnv, vec_env_kwargs=FORK))
-    assert envs.reset().shape == (3, 1)
-    assert len(set(envs.env_method("where"))) == 3
-
-
-def test_two_that_cannot_share_a_process_say_how_each_gets_its_own(monkeypatch):
-    monkeypatch.setattr("dropin_envs._in_this_process", [])
-    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
-        make_vec_env(Alone, n_envs=2, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"num_workers": 1, **FORK})
-    assert "without num_workers in vec_env_kwargs" in raised.value.__notes__[-1]
-    with pytest.raises(OSError, match="the simulator is loaded already") as raised:
-        make_vec_env(Alone, n_envs=2)
-    assert "vec_env_cls=SubprocVecEnv" in raised.value.__notes__[-1]
-
-
 def test_a_number_of_workers_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="num_workers must be a number of workers, \"auto\" or None, got 'all'"):
         SubprocVecEnv([Counter], num_workers="all")
+
+
+def test_a_library_that_loads_once_per_process_trains(make, tmp_path):
+    kwargs = {"library": str(compile_library(tmp_path))}
+    envs = make(make_vec_env(Simulator, n_envs=3, env_kwargs=kwargs, vec_env_cls=SubprocVecEnv, vec_env_kwargs=FORK))
+    envs.reset()
+    assert envs.step(np.array([0, 1, 2]))[0].tolist() == [[0.0], [1.0], [2.0]]
+    sb3.PPO("MlpPolicy", envs, n_steps=8, batch_size=12, n_epochs=1, device="cpu").learn(24)
 
 
 class Lock:
@@ -215,39 +198,6 @@ def test_make_vec_env_seeds_monitors_and_wraps(tmp_path, make):
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["4.monitor.csv", "5.monitor.csv"]
 
 
-def test_wrappers_of_sb3_work_and_normalisation_is_saved_without_the_envs(tmp_path, make):
-    envs = make(VecNormalize(VecMonitor(VecFrameStack(SubprocVecEnv([Counter] * 2, **FORK), 2))))
-    assert envs.reset().shape == (2, 2)
-    for _ in range(4):
-        _, _, dones, infos = envs.step(np.zeros(2, int))
-        if dones.any():
-            assert infos[0]["episode"]["l"] == 3
-    envs.save(str(tmp_path / "normal.pkl"))
-    with open(tmp_path / "normal.pkl", "rb") as file:
-        assert pickle.load(file).obs_rms.count > 1
-
-
-def test_as_sb3_wants_envs_that_reset_in_the_same_step(make):
-    with pytest.raises(ValueError, match='autoreset_mode="same_step"'):
-        as_sb3(muster.make_vec(Counter, 2, backend="serial"))
-    envs = make(as_sb3(muster.make_vec(Counter, 2, backend="serial", autoreset_mode="same_step")))
-    envs.reset()
-    for _ in range(3):
-        *_, dones, infos = envs.step(np.zeros(2, int))
-    assert dones.all()
-    assert infos[1]["terminal_observation"].tolist() == [3.0]
-
-
-def test_ppo_trains_and_is_saved(tmp_path, make):
-    envs = make(make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv, seed=0, vec_env_kwargs=FORK))
-    model = sb3.PPO("MlpPolicy", envs, n_steps=32, batch_size=64, n_epochs=1, seed=0, device="cpu")
-    model.learn(256)
-    model.save(tmp_path / "model")
-    again = sb3.PPO.load(tmp_path / "model", env=envs, device="cpu")
-    again.learn(128)
-    assert len(model.ep_info_buffer) > 0
-
-
 @BOTH
 def test_dict_and_tuple_actions_come_one_for_each_env(vec_env_cls, make):
     envs = make(vec_env_cls([Structured] * 2))
@@ -262,9 +212,12 @@ def test_dict_and_tuple_actions_come_one_for_each_env(vec_env_cls, make):
         envs.step(actions[:1])
 
 
-def test_as_sb3_refuses_views_of_memory_that_the_next_step_overwrites():
-    envs = muster.make_vec(Counter, 2, backend="serial", autoreset_mode="same_step", copy=False)
-    with pytest.raises(ValueError, match="copy=True"):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({}, 'autoreset_mode="same_step"'), ({"autoreset_mode": "same_step", "copy": False}, "copy=True")],
+)
+def test_as_sb3_refuses_a_vector_env_that_does_not_step_as_sb3s_do(options, words):
+    with muster.make_vec(Counter, 2, backend="serial", **options) as envs, pytest.raises(ValueError, match=words):
         as_sb3(envs)
 
 
