@@ -16,14 +16,13 @@ from typing import Any
 import faulty_envs
 import numpy as np
 import pytest
+from agent_envs import Script
 
 import muster
-from hanging import hang, released
 from muster.backends import recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.interop.gymnasium import AsyncVectorEnv
 from muster.pool import limits, place
-from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)
 BOUND_S = 20.0
@@ -126,29 +125,6 @@ def test_with_restarts_it_is_raised_once_and_counts_as_no_failure() -> None:
         assert [note for note in notes if note.startswith("close")] == ["close 1"]  # the only env that was built again
 
 
-def test_in_close_the_envs_after_it_stay_unclosed_and_a_second_close_is_silent() -> None:
-    notes: list[str] = []
-    envs = make("close", notes)
-    with pytest.warns(RuntimeWarning, match=r"of env 1; envs 2, 3 had not begun"), pytest.raises(KeyboardInterrupt):
-        envs.close()
-    assert notes == ["close 0", "close 1"]
-    envs.close()
-
-
-class Echoing(faulty_envs.CountingEnv):
-    def echo(self, value: float) -> tuple[int, float]:
-        return self.index, value
-
-
-CALLS: list[Any] = [
-    lambda envs, _: envs.step(ACTIONS),
-    lambda envs, _: envs.reset(),
-    lambda envs, value: envs.call("echo", value),
-    lambda envs, value: envs.set_attr("value", value),
-    lambda envs, _: (envs.send(ACTIONS), envs.recv(min_envs=len(ACTIONS))),
-]
-
-
 def take_what_is_pending(envs: Any) -> bool:
     """Takes all pending answers. Returns False if the vector env is closed."""
     for take in (envs.call_wait, envs.recv):
@@ -159,39 +135,6 @@ def take_what_is_pending(envs: Any) -> bool:
         except (NotPendingError, EnvError):  # the latter of envs that an interrupted reset has left out
             pass
     return True
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"backend": "serial"},
-        {"backend": "thread", "num_workers": 2},
-        {"context": "fork", "num_workers": 2},
-        {"context": "fork", "num_workers": 2, "caller_steps": True},
-    ],
-    ids=str,
-)
-@pytest.mark.slow
-def test_at_any_moment_it_leaves_the_vector_env_in_step_or_closed(options: dict[str, Any]) -> None:
-    rng = np.random.default_rng(0)
-    envs = muster.make_vec(Echoing, 4, **options)
-    envs.reset()
-    for turn in range(60):
-        timer = threading.Timer(rng.uniform(0.0, 0.004), os.kill, (os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            timer.start()
-            while True:
-                CALLS[turn % len(CALLS)](envs, turn)
-        timer.join()
-        waited_in_recv = turn % len(CALLS) == 4  # for requests of `send`, which reset() does not drop
-        if envs.closed or ((waited_in_recv or turn % 2) and not take_what_is_pending(envs)):
-            envs.close()
-            envs = muster.make_vec(Echoing, 4, **options)
-        obs, _ = envs.reset()
-        assert obs[:, 2].tolist() == [0, 0, 0, 0]
-        assert envs.step(ACTIONS)[0][:, 2].tolist() == [1, 1, 1, 1]
-        assert envs.call("echo", turn / 7) == tuple((env, turn / 7) for env in range(4))
-    envs.close()
 
 
 class Raising(faulty_envs.CountingEnv):
@@ -262,48 +205,31 @@ def test_what_was_sent_since_is_not_dropped(backend: str) -> None:
             envs.reset()
 
 
-class InterruptingAgents:
-    """A parallel env of PettingZoo's. Env 0 interrupts the caller from its worker, by action 1."""
-
-    possible_agents = ("a", "b")
+class InterruptingAgents(Script):
+    """Env 0 interrupts the caller from its worker, in the first step of its first episode."""
 
     def __init__(self, caller: int) -> None:
+        super().__init__()
         self.caller = caller
 
-    def observation_space(self, agent: str) -> Any:
-        return faulty_envs.CountingEnv.observation_space
-
-    def action_space(self, agent: str) -> Any:
-        return faulty_envs.CountingEnv.action_space
-
-    def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        self.agents, self.steps = list(self.possible_agents), 0
-        return {agent: np.zeros(3, np.float32) for agent in self.agents}, {agent: {} for agent in self.agents}
-
     def step(self, actions: Any) -> Any:
-        self.steps += 1
-        if actions["a"] == 1 and muster.get_worker_info().env_index == 0:
-            os.kill(self.caller, signal.SIGINT)
+        caller, self.caller = self.caller, 0
+        if caller and muster.get_worker_info().env_index == 0:
+            os.kill(caller, signal.SIGINT)
             time.sleep(0.2)
-        flags = dict.fromkeys(self.agents, False)
-        obs = {agent: np.full(3, self.steps, np.float32) for agent in self.agents}
-        return obs, dict.fromkeys(self.agents, 1.0), flags, flags, {agent: {} for agent in self.agents}
-
-    def close(self) -> None: ...
+        return super().step(actions)
 
 
 def test_after_it_envs_of_agents_may_be_reset_at_once_too() -> None:
-    kwargs = {"caller": os.getpid()}
-    with muster.make_vec(InterruptingAgents, 2, num_workers=2, env_kwargs=kwargs) as envs:
+    actions = {"a": np.ones((2, 2), np.int64), "b": np.ones((2, 1), np.int64)}
+    with muster.make_vec(InterruptingAgents, 2, num_workers=2, env_kwargs={"caller": os.getpid()}) as envs:
         envs.reset()
-        group = next(iter(envs.groups))
         with pytest.raises(KeyboardInterrupt):
-            envs.step({group: np.ones((2, 2), np.int64)})
+            envs.step(actions)
         with pytest.raises(PendingError):
-            envs.step({group: np.zeros((2, 2), np.int64)})
+            envs.step(actions)
         envs.reset()
-        obs, *_ = envs.step({group: np.zeros((2, 2), np.int64)})
-        assert (obs[group] == 1).all()
+        assert (envs.step(actions)[0]["b"][..., 0] == 1).all()
 
 
 def test_while_workers_are_looked_after_it_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,38 +286,6 @@ def test_in_the_middle_of_a_restart_it_leaves_no_env_without_an_answer(
             envs.step(ACTIONS[:2])
         with pytest.raises(ClosedError):
             envs.step_wait(timeout=5.0)
-
-
-class ClosingByAbort(faulty_envs.CountingEnv):
-    def close(self) -> None:
-        raise GeneratorExit("no")
-
-
-@pytest.mark.parametrize("backend", ["process", *slow("serial", "thread")])
-def test_whatever_one_close_raises_the_others_are_closed(backend: str) -> None:
-    options = {} if backend == "serial" else {"num_workers": 1}
-    envs = muster.make_vec(ClosingByAbort, 2, backend=backend, **options)
-    with pytest.raises(EnvError, match="env 0 .*GeneratorExit: no") as raised:
-        envs.close()
-    assert "env 1 (GeneratorExit)" in raised.value.__notes__[-1]
-    envs.close()
-
-
-class Sleeping(faulty_envs.CountingEnv):
-    def sleep(self) -> None:
-        hang()
-
-
-@pytest.mark.parametrize("backend", ["process", "thread"])
-def test_close_does_not_wait_for_a_call_that_hangs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BUSY_S", 0.5)
-    envs = muster.make_vec(Sleeping, 2, backend=backend, num_workers=2)
-    envs.call_async("sleep")
-    start = time.monotonic()
-    said = r"before it closed env 0: it was answering call\('sleep'\)"
-    with released(), pytest.warns(RuntimeWarning, match=said):
-        envs.close(timeout=1000.0)
-    assert time.monotonic() - start < BOUND_S
 
 
 class Gated(faulty_envs.CountingEnv):
