@@ -8,7 +8,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import methodcaller as does
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,9 @@ class Env(CountingEnv):
     def fail(self) -> None:
         raise LookupError("no such thing")
 
+    def exits(self) -> None:
+        sys.exit(2)
+
     def wait_for(self, gate: str) -> str:
         Path(f"{gate}-{self.index}").touch()
         while not Path(gate).exists():
@@ -146,6 +150,98 @@ def check_in_step(envs: Any) -> None:
     assert envs.call("echo", 7) == (7, 7)
 
 
+# ---- one table: what was done before, the calls, their error, and what it says
+
+WRONG_ACTIONS = (
+    *(np.zeros(1, np.int64), np.zeros(3, np.int64), np.zeros((2, 1), np.int64), np.zeros(2)),
+    *(np.array([0, 2]), np.array([-1, 0]), None, ["left", "right"]),
+)
+WRONG_IDS = ([2], [-1], [0, 0], [0.5], [[0]], "0", [])
+NO_TIMES = ("soon", float("nan"), True, [1])
+NO_TIME = "timeout must be a number of seconds or None"
+# None of them is allowed while envs owe an answer.
+VERBS = [does("step", ACTIONS), does("send", ACTIONS), does("send", [0], [1]), does("reset"), does("call", "index")]
+VERBS += [does("set_attr", "x", 1)]
+
+
+def seeds(*wrong: Any) -> list[Any]:
+    return [does("reset", seed=seed) for seed in wrong]
+
+
+def masks(*wrong: Any) -> list[Any]:
+    return [does("reset", options={"reset_mask": mask}) for mask in wrong]
+
+
+MISUSES: dict[str, tuple[list[Any], list[tuple[list[Any], type[Exception], str | None]]]] = {
+    "before the first reset": (
+        [],
+        [
+            ([does("step", ACTIONS)], UsageError, "reset"),
+            ([*map(does, ("recv", "step_wait", "call_wait"))], NotPendingError, None),
+        ],
+    ),
+    "after a reset": (
+        [does("reset")],
+        [
+            ([does(verb, actions) for actions in WRONG_ACTIONS for verb in ("step", "send")], ActionError, None),
+            ([does("send", np.zeros(len(ids), np.int64), ids) for ids in WRONG_IDS], ActionError, "env_ids"),
+            ([does("send", [0, 0], [1])], ActionError, "expected 1 actions, one for each env, got 2 rows"),
+            (seeds(-1, [1], [1, 2, 3], [1, -2]), ValueError, "seed"),
+            (seeds("one", 1.5, [1, "two"], True), UsageError, "seed"),
+            (masks([True, False], np.ones(2)), TypeError, "reset_mask"),
+            (masks(np.ones(3, bool), np.zeros(2, bool)), ValueError, "reset_mask"),
+            ([does("reset", options=3)], UsageError, "options=.* must be a dict or None, got 3"),
+            ([does("call", 3)], UsageError, "takes the name of a method or attribute.* got 3"),
+            ([does("get_attr", "no_such_attribute")], EnvError, "env 0 .*AttributeError"),
+            ([does("call", "fail")], EnvError, "env 0 .*LookupError: no such thing"),
+            ([does("call", "exits")], EnvError, "env 0 .*SystemExit: 2"),
+            ([does("set_attr", "index", [1, 2, 3])], ValueError, "2 values"),
+        ],
+    ),
+    "while a step is pending": (
+        [does("reset"), does("send", ACTIONS)],
+        [
+            (VERBS, PendingError, None),
+            ([does("recv", min_envs=3)], NotPendingError, "wait for 1 to 2"),
+            (
+                [does("recv", min_envs=wrong) for wrong in ("a", 1.5, True)],
+                UsageError,
+                "min_envs=.* must be an int",
+            ),
+            (
+                [does(wait, timeout=no) for no in NO_TIMES for wait in ("recv", "step_wait", "close")],
+                UsageError,
+                NO_TIME,
+            ),
+        ],
+    ),
+    "while a call is pending": (
+        [does("reset"), does("call_async", "index")],
+        [(VERBS, PendingError, None), ([does("call_wait", timeout="soon")], UsageError, NO_TIME)],
+    ),
+    "after close": ([does("reset"), does("close")], [([*VERBS[:5], does("recv"), does("stats")], ClosedError, None)]),
+}
+
+
+@pytest.mark.parametrize("moment", MISUSES)
+def test_a_misuse_is_a_named_error_and_changes_nothing(moment: str, envs: Any) -> None:
+    before, misuses = MISUSES[moment]
+    for call in before:
+        call(envs)
+    for calls, error, said in misuses:
+        for call in calls:
+            with pytest.raises(error, match=said):
+                pytest.fail(f"{call}: {call(envs)}")
+    if moment == "while a step is pending":
+        assert envs.recv(min_envs=np.int64(2), timeout=float("inf")).obs[:, 2].tolist() == [1, 1]
+    if moment == "while a call is pending":
+        assert envs.call_wait(timeout=np.float32(60.0)) == (0, 1)
+    if moment == "after close":
+        envs.close(timeout=float("inf"))
+    else:
+        check_in_step(envs)
+
+
 WRONG_NUMBERS = {
     "start_timeout": (0, -1.0, None, "soon", float("nan"), True),
     "step_timeout": (0, -1.0, "soon", float("nan")),
@@ -159,126 +255,6 @@ def test_options_that_are_no_sensible_numbers(name: str) -> None:
     for value in WRONG_NUMBERS[name]:
         with pytest.raises(ValueError, match=f"{name} must be a .*number"):
             pytest.fail(f"{value}: {muster.make_vec(Env, 2, **{name: value})}")
-
-
-WRONG_ACTIONS = {
-    "too few": np.zeros(1, np.int64),
-    "too many": np.zeros(3, np.int64),
-    "shape": np.zeros((2, 1), np.int64),
-    "float": np.zeros(2),
-    "beyond": np.array([0, 2]),
-    "below": np.array([-1, 0]),
-    "None": None,
-    "words": ["left", "right"],
-}
-
-
-def test_actions(envs: Any) -> None:
-    envs.reset()
-    for name, actions in WRONG_ACTIONS.items():
-        with pytest.raises(ActionError):
-            pytest.fail(f"{name}: {envs.step(actions)}")
-        with pytest.raises(ActionError):
-            envs.send(actions)
-    check_in_step(envs)
-
-
-def test_env_ids(envs: Any) -> None:
-    envs.reset()
-    for ids in ([2], [-1], [0, 0], [], [0.5], [[0]]):
-        with pytest.raises(ActionError, match="env_ids"):
-            envs.send(np.zeros(len(ids), np.int64), ids)
-    check_in_step(envs)
-
-
-def test_order_of_calls(envs: Any) -> None:
-    with pytest.raises(UsageError, match="reset"):
-        envs.step(ACTIONS)
-    with pytest.raises(NotPendingError):
-        envs.recv()
-    with pytest.raises(NotPendingError):
-        envs.step_wait()
-    with pytest.raises(NotPendingError):
-        envs.call_wait()
-    envs.reset()
-    envs.send(ACTIONS)
-    calls = (
-        lambda: envs.step(ACTIONS),
-        lambda: envs.send(ACTIONS),
-        lambda: envs.send([0], [1]),
-        envs.reset,
-        lambda: envs.call("index"),
-        lambda: envs.set_attr("x", 1),
-    )
-    for call in calls:
-        with pytest.raises(PendingError):
-            call()
-    with pytest.raises(NotPendingError):
-        envs.recv(min_envs=3)
-    np.testing.assert_array_equal(envs.recv().obs[:, 2], 1)
-    envs.call_async("index")
-    for call in calls:
-        with pytest.raises(PendingError):
-            call()
-    assert envs.call_wait() == (0, 1)
-    check_in_step(envs)
-
-
-def test_disabled_autoreset_needs_a_reset() -> None:
-    with muster.make_vec("CartPole-v1", 2, backend="serial", autoreset_mode="disabled") as envs:
-        envs.reset(seed=0)
-        ended = np.zeros(2, bool)
-        while not ended.any():
-            ended = envs.step(ACTIONS)[2]
-        with pytest.raises(UsageError, match="reset_mask"):
-            envs.step(ACTIONS)
-        envs.reset(options={"reset_mask": ended})
-        envs.step(ACTIONS)
-
-
-def test_seeds_and_masks(envs: Any) -> None:
-    for seed in (-1, [1], [1, 2, 3], "one", 1.5, [1, "two"], [1, -2], True):
-        with pytest.raises((ValueError, UsageError), match="seed"):
-            envs.reset(seed=seed)
-    for mask in ([True, False], np.ones(3, bool), np.ones(2), np.zeros(2, bool)):
-        with pytest.raises((ValueError, TypeError), match="reset_mask"):
-            envs.reset(options={"reset_mask": mask})
-    check_in_step(envs)
-
-
-def test_arguments_of_another_type(envs: Any) -> None:
-    envs.reset()
-    with pytest.raises(UsageError, match="options=.* must be a dict or None, got 3"):
-        envs.reset(options=3)
-    with pytest.raises(UsageError, match="takes the name of a method or attribute.* got 3"):
-        envs.call(3)
-    with pytest.raises(ActionError, match="env_ids is empty"):
-        envs.send([], env_ids=[])
-    envs.send(ACTIONS)
-    for wrong in ("a", 1.5, True):
-        with pytest.raises(UsageError, match="min_envs=.* must be an int or None"):
-            envs.recv(min_envs=wrong)
-    for wrong in ("soon", float("nan"), True, [1]):
-        for wait in (envs.recv, envs.step_wait, envs.close):
-            with pytest.raises(UsageError, match="timeout must be a number of seconds or None"):
-                wait(timeout=wrong)
-    envs.recv(min_envs=np.int64(2), timeout=float("inf"))
-    envs.call_async("index")
-    with pytest.raises(UsageError, match="timeout must be a number of seconds or None"):
-        envs.call_wait(timeout="soon")
-    envs.call_wait(timeout=np.float32(60.0))
-    check_in_step(envs)
-    envs.close(timeout=float("inf"))
-
-
-def test_attributes(envs: Any) -> None:
-    with pytest.raises(EnvError, match="env 0 .*AttributeError"):
-        envs.get_attr("no_such_attribute")
-    with pytest.raises(EnvError, match="env 0 .*LookupError: no such thing"):
-        envs.call("fail")
-    with pytest.raises(ValueError, match="2 values"):
-        envs.set_attr("index", [1, 2, 3])
-    check_in_step(envs)
 
 
 def test_what_cannot_travel(remote: Any) -> None:
@@ -322,36 +298,17 @@ def test_waiting_too_short_loses_nothing(remote: Any, gate: Path) -> None:
     check_in_step(remote)
 
 
-def test_after_close(envs: Any) -> None:
-    envs.reset()
-    envs.close()
-    for call in (lambda: envs.step(ACTIONS), envs.reset, envs.recv, lambda: envs.call("index"), envs.stats):
-        with pytest.raises(ClosedError):
-            call()
-
-
-def test_from_two_threads(remote: Any, gate: Path) -> None:
+@pytest.mark.parametrize(
+    "blocks", [lambda envs, gate: envs.step(ACTIONS), lambda envs, gate: envs.call("wait_for", str(gate))]
+)
+def test_from_two_threads(blocks: Callable[[Any, Path], Any], remote: Any, gate: Path) -> None:
     remote.reset(options={"gate": str(gate)})
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(remote.step(ACTIONS)))
+    thread = threading.Thread(target=blocks, args=(remote, gate))
     thread.start()
     wait_for_both(gate)
-    for call in (lambda: remote.step(ACTIONS), remote.reset, lambda: remote.call("index"), lambda: remote.recv(2)):
-        with pytest.raises(UsageError, match="thread|owe"):
-            call()
-    gate.touch()
-    thread.join()
-    np.testing.assert_array_equal(results[0][0][:, 2], 1)
-    check_in_step(remote)
-
-
-def test_calls_from_two_threads(remote: Any, gate: Path) -> None:
-    thread = threading.Thread(target=remote.call, args=("wait_for", str(gate)))
-    thread.start()
-    wait_for_both(gate)
-    for call in (lambda: remote.step(ACTIONS), remote.reset, lambda: remote.set_attr("x", 1)):
-        with pytest.raises(PendingError):
-            call()
+    for call in VERBS:
+        with pytest.raises(UsageError, match="thread|owe|pending"):
+            call(remote)
     gate.touch()
     thread.join()
     check_in_step(remote)
