@@ -11,7 +11,7 @@ import pytest
 
 import muster
 from muster.errors import EnvError
-from one_instance import ClassVariable, DeclaredSimulator, Simulator, compile_library
+from one_instance import DeclaredSimulator, Simulator, compile_library
 from sample_envs import Counter
 from slow import slow
 
@@ -52,15 +52,6 @@ def pids(envs: muster.VectorEnv) -> set[int]:
     return {worker["pid"] for worker in envs.stats()["workers"]}
 
 
-@pytest.mark.parametrize("context", ["forkserver", *slow("spawn", "fork")])
-def test_every_env_has_a_process_of_its_own(library, context):
-    kwargs = {"library": library}
-    with muster.make_vec(Simulator, 4, env_kwargs=kwargs, one_env_per_process=True, context=context) as envs:
-        assert positions(envs) == [[0, 1, 2, 1], [0, 2, 4, 2]]
-        assert len(pids(envs)) == 4
-        assert os.getpid() not in pids(envs)
-
-
 @pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
 def test_it_works_after_the_caller_initialised_the_library_itself(library, context, in_child):
     def run():
@@ -79,13 +70,6 @@ def test_a_forked_worker_inherits_the_callers_instance_and_says_so(library, in_c
         muster.make_vec(Simulator, 2, env_kwargs={"library": library}, one_env_per_process=True, context="fork")
 
     assert "the simulator runs already in this process" in in_child(run)
-
-
-def test_two_in_one_worker_fail_with_the_simulators_own_words(library):
-    with pytest.raises(
-        EnvError, match=r"env 1 .*the simulator runs already in this process\n.*one_env_per_process=True"
-    ):
-        muster.make_vec(Simulator, 2, num_workers=1, env_kwargs={"library": library})
 
 
 @pytest.mark.parametrize("context", ["fork", *slow("forkserver", "spawn")])
@@ -137,53 +121,9 @@ def test_serial_takes_a_single_one(library, in_child):
     assert in_child(run) == "[[0.0], [0.0]]"
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread"])
-def test_backends_without_processes_refuse_the_option(library, backend):
-    with pytest.raises(ValueError, match="one_env_per_process must be left out with"):
-        muster.make_vec(Simulator, 2, backend=backend, env_kwargs={"library": library}, one_env_per_process=True)
-
-
 def test_the_caller_loads_nothing(library):
     with muster.make_vec(Simulator, 2, env_kwargs={"library": library}, one_env_per_process=True):
         assert library not in Path("/proc/self/maps").read_text()
-
-
-def test_contradicting_numbers_are_refused(library):
-    with pytest.raises(ValueError, match="num_workers must be 4, for each env to have its own process, got 2"):
-        muster.make_vec(Simulator, 4, num_workers=2, env_kwargs={"library": library}, one_env_per_process=True)
-
-
-class Fragile(ClassVariable):
-    """An env of a library that breaks for all of its envs once a second one lives in the process."""
-
-    alive = 0
-
-    def __init__(self):
-        super().__init__()
-        type(self).alive += 1
-
-    def step(self, action):
-        if self.alive > 1:
-            raise RuntimeError("the simulator has lost its handle")
-        return super().step(action)
-
-    def close(self):
-        type(self).alive -= 1
-
-
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        ({"num_workers": 1}, "one_env_per_process=True"),
-        ({"backend": "serial"}, 'backend="process"'),
-    ],
-    ids=str,
-)
-def test_envs_that_fail_beside_others_say_how_each_gets_a_process(options, remedy):
-    with muster.make_vec(Fragile, 2, **options) as envs:
-        envs.reset()
-        with pytest.raises(EnvError, match=f"env 0 .*lost its handle\n.*{remedy}"):
-            envs.step(np.array([1, 1]))
 
 
 def test_an_env_alone_in_its_process_says_nothing_of_processes():

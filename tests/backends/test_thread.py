@@ -16,10 +16,8 @@ import pytest
 
 import muster
 import programs
-from hanging import go_on, hang, released, worker_threads
-from muster.errors import ClosedError, EnvError, OneEnvPerProcess, WaitTimeout, WorkerTimeout
-from muster.pool import limits
-from muster.pool.limits import AT_ONCE
+from hanging import hang, released, worker_threads
+from muster.errors import EnvError, OneEnvPerProcess, WaitTimeout, WorkerTimeout
 from slow import slow
 
 
@@ -96,14 +94,6 @@ def test_worker_info_tells_envs_apart():
     assert muster.get_worker_info() is None
 
 
-def test_a_vector_env_that_nobody_uses_ends_its_threads():
-    envs = muster.make_vec(Meeting, 4, backend="thread", num_workers=2)
-    assert len(worker_threads()) == 2
-    del envs
-    gc.collect()
-    assert worker_threads() == []
-
-
 def test_idle_threads_sleep():
     with muster.make_vec(Meeting, 4, backend="thread", num_workers=4) as envs:
         envs.reset()
@@ -163,38 +153,6 @@ def test_a_constructor_that_hangs_ends_in_a_timeout():
     assert len(closed) == 1
 
 
-@pytest.mark.parametrize("busy", ["step", "call"])
-def test_a_thread_that_hangs_is_left_behind_and_named_and_the_others_are_closed(busy):
-    closed = []
-
-    class Closes(Meeting):
-        def step(self, action):
-            hang()
-            return super().step(action)
-
-        def close(self):
-            closed.append(muster.get_worker_info().env_index)
-
-    envs = muster.make_vec(Closes, 4, backend="thread", num_workers=2)
-    envs.reset()
-    if busy == "step":
-        envs.send(np.zeros(2, int), env_ids=[0, 1])
-        doing = "in step of env 0"
-    else:
-        envs.call_async(lambda env, index: hang() if index == 0 else None)
-        doing = r"answering call\(\)"
-    started = time.monotonic()
-    said = rf"^worker 0 \(envs 0 to 1\) was left behind before it closed envs 0, 1: it was {doing}(?s:.*)in hang"
-    with pytest.warns(RuntimeWarning, match=said):
-        envs.close(timeout=0.1)
-    assert time.monotonic() - started < 10
-    assert closed == [2, 3]
-    go_on.set()
-    for thread in worker_threads():
-        thread.join(10)
-    assert sorted(closed) == [0, 1, 2, 3]  # once it goes on
-
-
 def test_an_answer_to_an_interrupted_call_is_not_taken_for_another():
     class Slow(Meeting):
         @property
@@ -211,32 +169,6 @@ def test_an_answer_to_an_interrupted_call_is_not_taken_for_another():
         with pytest.raises(KeyboardInterrupt):
             envs.set_attr("speed", 2.0)
         assert envs.get_attr("speed") == (1.0, 1.0)
-
-
-def test_a_call_that_another_thread_closes_ends(monkeypatch):
-    monkeypatch.setattr(limits, "BUSY_S", 0.5)
-    entered = threading.Event()
-
-    class Waits(Meeting):
-        def wait(self):
-            entered.set()
-            hang()
-
-    def call():
-        try:
-            envs.call("wait")
-        except ClosedError as error:
-            raised.append(error)
-
-    raised = []
-    envs = muster.make_vec(Waits, 1, backend="thread")
-    thread = threading.Thread(target=call)
-    thread.start()
-    assert entered.wait(10)
-    with pytest.warns(RuntimeWarning, match=r"left behind before it closed env 0: it was answering call\('wait'\)"):
-        envs.close()
-    thread.join(30)
-    assert len(raised) == 1
 
 
 def output_after_a_send(step: str, then: str) -> str:
@@ -275,29 +207,6 @@ def test_a_call_can_be_waited_for_again():
             envs.call_wait(timeout=0.05)
         event.set()
         assert envs.call_wait() == (True, True)
-
-
-def test_a_forked_child_leaves_the_threads_alone():
-    with muster.make_vec(Meeting, 2, backend="thread", num_workers=2) as envs:
-        envs.reset()
-        pid = os.fork()
-        if not pid:
-            envs._backend.close(AT_ONCE)
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        envs.step(np.zeros(2, int))
-
-
-@pytest.mark.parametrize("option", [{"one_env_per_process": True}, {"caller_steps": True}, {"step_timeout": 1.0}])
-def test_options_that_need_processes_are_refused(option):
-    with pytest.raises(ValueError, match=f"{next(iter(option))} must be left out with the thread backend"):
-        muster.make_vec(Meeting, 2, backend="thread", **option)
-
-
-@pytest.mark.parametrize("num_workers", [0, 3, 1.5, True])
-def test_a_number_of_workers_that_makes_no_sense_is_refused(num_workers):
-    with pytest.raises(ValueError, match="num_workers"):
-        muster.make_vec(Meeting, 2, backend="thread", num_workers=num_workers)
 
 
 def test_an_env_that_must_be_alone_is_refused_before_a_second_is_built():

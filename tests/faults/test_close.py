@@ -176,7 +176,7 @@ def test_all_envs_are_closed_whatever_ends_it(end: Callable[[Any], None], option
         envs.step(ACTIONS)
 
 
-@pytest.mark.parametrize("options", [FORKSERVER, SERIAL], ids=str)
+@pytest.mark.parametrize("options", [FORKSERVER, THREAD, SERIAL], ids=str)
 def test_garbage_collection_closes_and_sets_no_context_variable(options: Any, folder: str) -> None:
     # Before Python 3.12 it may begin within `ContextVar.set` (of NumPy, for one), which goes on with freed memory then.
     envs = muster.make_vec(Slow, 2, env_kwargs={"folder": folder}, **options)
@@ -353,6 +353,10 @@ def test_what_is_cut_off_is_named_with_its_stack(
     assert warning.filename == __file__
     assert timeout == 0.0 or whole(folder) == closed
     assert lines(capfd.readouterr().err) == []
+    if options is THREAD:
+        with released():  # they go on, and close
+            pass
+        assert whole(folder) == list(range(num_envs))
 
 
 def test_terminate_waits_for_nothing_and_says_nothing(folder: str) -> None:

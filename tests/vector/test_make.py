@@ -46,10 +46,13 @@ from sample_envs import Counter
         ({"caller_steps": 1}, "caller_steps must be True or False, got 1"),
         ({"groups": "all"}, "groups must be a dict of each agent's group, got str: 'all'"),
         ({"wrappers": [3]}, r"wrappers\[0\] must be a callable that takes an env and returns one, got 3"),
-        (
-            {"backend": "serial", "one_env_per_process": True},
-            "one_env_per_process must be left out",
+        *(
+            ({"backend": backend, "one_env_per_process": True}, "one_env_per_process must be left out with")
+            for backend in ("serial", "thread")
         ),
+        ({"backend": "thread", "caller_steps": True}, "caller_steps must be left out with the thread backend"),
+        ({"backend": "thread", "step_timeout": 1.0}, "step_timeout must be left out with the thread backend"),
+        *(({"backend": "thread", "num_workers": number}, "num_workers") for number in (0, 3, 1.5, True)),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
