@@ -24,11 +24,11 @@ class Scripted(gym.Env[Any, Any]):
     obs_space, action_space: others than its own; observations are then samples.
     """
 
-    action_space = gym.spaces.Discrete(3)
+    action_space = gym.spaces.Discrete(2)
 
     def __init__(
         self,
-        steps: int = 1000,
+        steps: int = 1_000_000,
         raises_at: int | str | None = None,
         hangs_at: int | str | None = None,
         dies_at: int | str | None = None,
@@ -40,11 +40,12 @@ class Scripted(gym.Env[Any, Any]):
         info = muster.get_worker_info()
         self.index = info.env_index if info is not None and info.env_index is not None else 0
         self.deeds = {raises_at: self._raise, hangs_at: self._hang, dies_at: self._die}
-        self.steps, self.env, self.once = steps, env, once
+        self.length, self.env, self.once = steps, env, once
         self.samples = obs_space is not None
-        self.observation_space = obs_space or gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-        self.action_space = action_space or type(self).action_space
-        self.episode, self.count = -1, 0
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32) if obs_space is None else obs_space
+        if action_space is not None:
+            self.action_space = action_space
+        self.episode, self.steps = -1, 0
         self.act("build")
 
     def act(self, moment: int | str = "act") -> int:
@@ -53,18 +54,18 @@ class Scripted(gym.Env[Any, Any]):
             if self.once:
                 Path(self.once).touch()
             self.deeds[moment]()
-        return self.count
+        return self.steps
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self.episode, self.count = self.episode + 1, 0
+        self.episode, self.steps = self.episode + 1, 0
         self.act("reset")
         return self._obs(), {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        self.count += 1
-        self.act(self.count)
-        return self._obs(), 1.0, self.count >= self.steps, False, {}
+        self.steps += 1
+        self.act(self.steps)
+        return self._obs(), 1.0, self.steps >= self.length, False, {}
 
     def close(self) -> None:
         self.act("close")
@@ -73,7 +74,7 @@ class Scripted(gym.Env[Any, Any]):
         if self.samples:
             self.observation_space.seed(0)
             return self.observation_space.sample()
-        return np.array([self.index, self.episode, self.count], np.float32)
+        return np.array([self.index, self.episode, self.steps], np.float32)
 
     def _raise(self) -> None:
         raise ValueError("the gear is broken")

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 
-import muster
+from envs import Scripted
 
 FAULT_STEP = 3
 
@@ -43,33 +42,7 @@ class HoldsLock(Exception):
         self.lock = threading.Lock()
 
 
-class CountingEnv(gym.Env[Any, Any]):
-    """Observes ``[env_index, episode, step]``, which shows whether a row is stale or doubled."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self) -> None:
-        info = muster.get_worker_info()
-        self.index = info.env_index if info is not None else 0
-        self.episode = -1
-        self.steps = 0
-
-    def _obs(self) -> Any:
-        return np.array([self.index, self.episode, self.steps], np.float32)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.episode += 1
-        self.steps = 0
-        return self._obs(), {}
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        return self._obs(), 1.0, False, False, {}
-
-
-class FaultyEnv(CountingEnv):
+class FaultyEnv(Scripted):
     """Does `fault` once in env `at`, in its step number `FAULT_STEP` or in the place that the fault is named after.
 
     mark: a file that exists once the fault has happened, so that a restarted env does not repeat it.

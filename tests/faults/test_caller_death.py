@@ -27,11 +27,12 @@ CONTEXTS = ("forkserver", "fork", "spawn")
 CALLER = """
 import os, signal, sys, threading, time
 import faulty_envs, muster
+from envs import Scripted
 import numpy as np
 
 method, state, threaded = sys.argv[1:]
 
-class Env(faulty_envs.CountingEnv):
+class Env(Scripted):
     def __init__(self, state):
         super().__init__()
         self.state = state

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty_envs import CountingEnv
 
 import muster
+from envs import Scripted
 from processes import is_alive, kill_worker
 from slow import slow
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def make(**options: Any) -> Any:
-    return muster.make_vec(CountingEnv, 2, num_workers=2, **options)
+    return muster.make_vec(Scripted, 2, num_workers=2, **options)
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from faulty_envs import CountingEnv, hang_in_c
+from faulty_envs import hang_in_c
 
 import muster
 import programs
+from envs import Scripted
 from hanging import hang, released
 from muster.errors import ClosedError, ConfigError, EnvError
 from muster.pool import closing, limits
@@ -46,7 +47,7 @@ ON_WORKERS = [FORKSERVER, THREAD, *slow(FORK, SPAWN)]
 ON_ALL = [*ON_WORKERS, SERIAL, *slow(CALLER_STEPS)]
 
 
-class Slow(CountingEnv):
+class Slow(Scripted):
     """Writes a file when it is closed, for `seconds`; for ever if it is env `never`. raises: what its close raises.
 
     Action 1 raises, 2 takes long, 3 takes for ever, 4 too, in C.
@@ -99,7 +100,7 @@ class Meeting(Slow):
 
 class Plain(Slow):
     def step(self, action: Any) -> Any:
-        return CountingEnv.step(self, action)
+        return Scripted.step(self, action)
 
 
 class Alone(Slow):
@@ -208,13 +209,13 @@ def test_garbage_collection_may_close_a_vector_env_in_the_middle_of_another_star
         if event == "call" and frame.f_code is halfway.__code__ and not collected:
             collected.append(gc.collect())
 
-    dropped: Any = muster.make_vec(CountingEnv, 1, **options)
+    dropped: Any = muster.make_vec(Scripted, 1, **options)
     dropped.itself = dropped  # only garbage collection frees it
     del dropped
     gc.disable()
     sys.setprofile(collect)
     try:
-        envs = muster.make_vec(CountingEnv, 1, **options)
+        envs = muster.make_vec(Scripted, 1, **options)
     finally:
         sys.setprofile(None)
         gc.enable()
@@ -224,7 +225,7 @@ def test_garbage_collection_may_close_a_vector_env_in_the_middle_of_another_star
         assert envs.step(ACTIONS[:1])[0].tolist() == [[0.0, 0.0, 1.0]]
 
 
-class ClosedInAStep(CountingEnv):
+class ClosedInAStep(Scripted):
     """An env whose steps, once `close` is set, wait until their own vector env has been closed."""
 
     close_all: Any = None
@@ -558,9 +559,10 @@ def test_envs_of_collectors_have_their_time_too(folder: str) -> None:
 PROGRAM = """
 import os, signal, sys, threading, time
 import faulty_envs, muster
+from envs import Scripted
 import numpy as np
 
-class Env(faulty_envs.CountingEnv):
+class Env(Scripted):
     def __init__(self, slow, sleep_s):
         super().__init__()
         self.slow, self.sleep_s = slow, sleep_s

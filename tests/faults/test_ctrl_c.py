@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import faulty_envs
 import numpy as np
 import pytest
 from agent_envs import Script
 
 import muster
+from envs import Scripted
 from muster.backends import recovery
 from muster.errors import ClosedError, EnvError, NotPendingError, PendingError, WaitTimeout
 from muster.interop.gymnasium import AsyncVectorEnv
@@ -29,7 +29,7 @@ BOUND_S = 20.0
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
-class Interrupted(faulty_envs.CountingEnv):
+class Interrupted(Scripted):
     """Interrupts env 1 once, in `place`. Notes which envs were stepped, reset and closed."""
 
     def __init__(self, place: str, notes: list[str]) -> None:
@@ -137,7 +137,7 @@ def take_what_is_pending(envs: Any) -> bool:
     return True
 
 
-class Raising(faulty_envs.CountingEnv):
+class Raising(Scripted):
     """Raises an exception that looks like the caller's own Ctrl-C, or like an error of the vector env itself."""
 
     def step(self, action: Any) -> Any:
@@ -153,7 +153,7 @@ def test_what_an_env_in_a_worker_raises_is_told_as_the_envs(env: int, name: str)
             envs.recv()
 
 
-class InterruptsItsCaller(faulty_envs.CountingEnv):
+class InterruptsItsCaller(Scripted):
     """Interrupts the caller from env 0, in its worker, by action 1 or by a call, while the caller waits for env 0."""
 
     def __init__(self, caller: int) -> None:
@@ -249,7 +249,7 @@ def test_while_workers_are_looked_after_it_closes_nothing(monkeypatch: pytest.Mo
         assert envs.reset()[0][:, 2].tolist() == [0, 0]
 
 
-class Failing(faulty_envs.CountingEnv):
+class Failing(Scripted):
     def step(self, action: Any) -> Any:
         raise ValueError("no step succeeds")
 
@@ -261,7 +261,7 @@ def test_as_a_replacement_is_ready_it_leaves_it_in_use(monkeypatch: pytest.Monke
         return usage_of(pid)
 
     usage_of = place.usage_of
-    with muster.make_vec(faulty_envs.CountingEnv, 2, num_workers=2, on_failure="restart") as envs:
+    with muster.make_vec(Scripted, 2, num_workers=2, on_failure="restart") as envs:
         envs.reset()
         monkeypatch.setattr(place, "usage_of", interrupted)
         os.kill(envs.stats()["workers"][1]["pid"], signal.SIGKILL)
@@ -288,7 +288,7 @@ def test_in_the_middle_of_a_restart_it_leaves_no_env_without_an_answer(
             envs.step_wait(timeout=5.0)
 
 
-class Gated(faulty_envs.CountingEnv):
+class Gated(Scripted):
     """Waits in a step until there is a file."""
 
     def __init__(self, gate: Path) -> None:

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import faulty_envs
 import numpy as np
 import pytest
 import torch
 
 import muster
+from envs import Scripted
 from interrupting import Interruption
 from muster import MultiCollector
 from muster.interop.gymnasium import AsyncVectorEnv
@@ -29,7 +29,7 @@ from slow import slow
 ACTIONS = np.zeros(4, np.int64)
 
 
-class Echoing(faulty_envs.CountingEnv):
+class Echoing(Scripted):
     """Counts episodes and steps; tells of the latter in an info, and answers what it is asked."""
 
     def step(self, action: Any) -> Any:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty_envs import CountingEnv
 
 import muster
 import programs
+from envs import Scripted
 from muster._core import MARK, kill_started
 from muster.errors import WorkerDied
 from processes import kill_worker, left_of, parent_of, running, stat_of, wait_for, wait_for_end
@@ -40,14 +40,14 @@ def make(name):
 """
 
 
-class Orphaning(CountingEnv):
+class Orphaning(Scripted):
     def __init__(self, file: str, how: str = "timeout") -> None:
         super().__init__()
         command = ORPHANS[how].format(file)
         subprocess.run(command, shell=True, executable="/bin/bash", stdin=subprocess.DEVNULL, check=True)
 
 
-class Multiplying(CountingEnv):
+class Multiplying(Scripted):
     """Starts processes in its step, until it is killed."""
 
     def __init__(self, file: str) -> None:
@@ -60,7 +60,7 @@ class Multiplying(CountingEnv):
             time.sleep(0.002)
 
 
-class Supervising(CountingEnv):
+class Supervising(Scripted):
     """Starts its process again whenever that process ends."""
 
     def __init__(self, file: str) -> None:
@@ -81,7 +81,7 @@ class Watching(Supervising):
             subprocess.run(["tail", "-f", self.file], process_group=0, check=False)
 
 
-class Headless(CountingEnv):
+class Headless(Scripted):
     """Starts a process that goes on in a thread after its main thread has ended."""
 
     def __init__(self, file: str) -> None:
@@ -103,14 +103,14 @@ def num_threads(pid: int) -> int:
         return 0
 
 
-class Crowded(CountingEnv):
+class Crowded(Scripted):
     def __init__(self, file: str) -> None:
         super().__init__()
         for _ in range(600):
             subprocess.Popen(["tail", "-f", file], process_group=0)
 
 
-class Chatty(CountingEnv):
+class Chatty(Scripted):
     def __init__(self, file: str) -> None:
         super().__init__()
         subprocess.Popen(["tail", "-f", file], process_group=0)

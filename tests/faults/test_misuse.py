@@ -16,10 +16,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from faulty_envs import CountingEnv
 
 import muster
 import programs
+from envs import Scripted
 from muster.errors import (
     ActionError,
     CannotTravel,
@@ -86,7 +86,7 @@ class NotRebuilt:
         return refuse, ()
 
 
-class Env(CountingEnv):
+class Env(Scripted):
     """Waits in its first step until the file ``options["gate"]`` exists, and makes the file ``gate-INDEX`` before."""
 
     def step(self, action: Any) -> Any:
@@ -351,8 +351,9 @@ def test_in_a_forked_child(envs: Any) -> None:
 
 def test_a_forked_child_that_exits_leaves_the_workers_alone() -> None:
     program = (
-        "import os, sys, faulty_envs, muster, numpy as np\n"
-        "envs = muster.make_vec(faulty_envs.CountingEnv, 2, num_workers=2); envs.reset()\n"
+        "import os, sys, muster, numpy as np\n"
+        "from envs import Scripted\n"
+        "envs = muster.make_vec(Scripted, 2, num_workers=2); envs.reset()\n"
         "pid = os.fork()\n"
         "if pid == 0: sys.exit(0)\n"  # runs the functions that are registered with atexit
         "assert os.waitpid(pid, 0)[1] == 0\n"

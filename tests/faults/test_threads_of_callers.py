@@ -21,14 +21,14 @@ from muster.interop.gymnasium import AsyncVectorEnv
 from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)
-FOLDER = os.path.dirname(__file__)
+FOLDER = os.path.dirname(os.path.dirname(__file__))  # that of envs.py
 PROGRAM = """
 import json, sys, threading
 import muster, numpy as np
-from faulty_envs import CountingEnv
+from envs import Scripted
 
 if __name__ == "__main__":
-    envs = muster.make_vec(CountingEnv, 4, **json.loads(sys.argv[1]))
+    envs = muster.make_vec(Scripted, 4, **json.loads(sys.argv[1]))
     envs.reset()
     began = threading.Event()
 
