@@ -1,4 +1,4 @@
-"""The seam below a `FarPool`: starts hosts on other machines, and carries messages. It is of no library."""
+"""The seam below a `FarPool`: starts hosts on other machines, and carries messages. No library is named here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Parcel = Sequence[Any]
 class Site:
     """A place for a host. cpus: those that it may have; its share of the collectors is by them.
 
-    collectors: how many; None for that share.  wish: the owner's own, of which the engine knows nothing.
+    collectors: how many; None for that share.  wish: the owner's own, which the engine does not open.
     """
 
     cpus: float = 1.0
@@ -57,12 +57,13 @@ class Engine(ABC):
     """Starts hosts and waits for them.
 
     name: what they run on, for messages.  node_timeout: seconds of silence after which a node is lost.  min_nodes: with
-    fewer that are up, a loss is an error.
+    fewer that are up, a loss is an error.  remedy: against a lack of room, in words.
     """
 
     name: str = ""
     node_timeout: float = 15.0
     min_nodes: int = 1
+    remedy: str = "Ask for less, or add machines"
 
     @abstractmethod
     def places(self, most: int) -> Sequence[Site]:

@@ -1,4 +1,4 @@
-"""A pool whose places are processes on other machines, which an `Engine` starts: the same verbs, and two more."""
+"""A pool with places on other machines, where an `Engine` starts processes: the same verbs, and two more."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from muster.pool.closing import close_abandoned, warn_of_cuts
 from muster.pool.deaths import Nouns
 from muster.pool.engine import Engine, Host, HostGone, Parcel, Ticket
 from muster.pool.far_worker import Meet, Met, Ping, Report, opened, parcel_of
-from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
+from muster.pool.limits import CloseLimits, Limit, Limits
 from muster.pool.logs import hand_over
 from muster.pool.messages import Answer, Build, Close, Failed, Message, Post, Question, Ready
 from muster.pool.notices import say
 from muster.pool.place import Owing, Plan
 from muster.pool.resources import MemoryPlan, Usage
-from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
+from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost
 from muster.transport.mail import dumps
 
 _PING_S, _ROOM_S = 0.5, 10.0
@@ -36,13 +36,13 @@ _PING = [dumps(Ping()), *parcel_of(None)]
 
 
 class FarHooks(Hooks, Protocol):
-    """What a far pool asks its owner besides."""
+    """The further questions of a far pool to its owner. A successor's messages are those of `again`, made late."""
 
     def met(self, place: int, met: Met) -> tuple[str, str]:
         """Takes note of a machine that has answered the greeting. Returns an error and a warning; empty for none."""
 
-    def gone(self, place: int, reason: str) -> None:
-        """Takes note of a loss, before the pool asks who comes next, if anybody may."""
+    def again(self, place: int) -> Sequence[object]:
+        """The messages for a successor that is built. Only once it has taken them it is reachable."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class FarPlace(Owing):
     """The host in one place.
 
     content: its plan's.  where: its machine, for people.  is_met: true once it has answered the greeting.
-    facts: as of `Pool.start`.  outbox: messages that wait until it is ready.
+    facts: as of `Pool.start`.  left: messages that it has to take before it is reachable; None until it is built.
     launched_at, heard_at, pinged_at: when it was begun, and when it spoke, and was asked to, last.
     is_said: true once it was said that there is no room.
     """
@@ -63,7 +63,7 @@ class FarPlace(Owing):
     starts: bool = True
     is_met: bool = False
     facts: Any = None
-    outbox: list[tuple[type[Post | Question], Parcel]] = field(default_factory=list)
+    left: int | None = None
     launched_at: float = field(default_factory=time.monotonic)
     heard_at: float = 0.0
     pinged_at: float = 0.0
@@ -76,8 +76,8 @@ class FarPlace(Owing):
 class FarPool(BasePool[FarPlace]):
     """Residents on other machines. See `muster.pool.pool.Pool`, whose verbs it has.
 
-    A host that ends, or says nothing for the engine's time, is lost; nobody waits for its successor: until that is up
-    the place is not `reachable`, and keeps what it is posted. Limits of questions are those of the residents' own.
+    A host that ends, or says nothing for the engine's time, is lost. Nobody waits for its successor: until that is up,
+    the place is not `reachable`. Questions have no limits here: the residents have some.
 
     resident: ``"module:Class"`` of a `FarResident`.  plans: one for each place of the engine's.
     greeting: for `FarResident.meet`.
@@ -96,6 +96,7 @@ class FarPool(BasePool[FarPlace]):
         super().__init__(hooks, nouns)
         self.plans, self._engine, self._resident = plans, engine, resident
         self._far_hooks, self._limits, self._greeting = hooks, limits, parcel_of(greeting)
+        self._halfway = limits.close(max((len(plan.envs) for plan in plans), default=1))
         self._owed: dict[Ticket, tuple[FarPlace, type[Message]]] = {}
         self._reports: deque[tuple[FarPlace, Report]] = deque()
         self._warned: deque[tuple[str, type[Warning]]] = deque()
@@ -110,12 +111,13 @@ class FarPool(BasePool[FarPlace]):
     def start(self, judge: MemoryPlan | None = None) -> list[Any]:
         try:
             for index, plan in enumerate(self.plans):
+                self._require_open()
                 self._places.append(self._launch(index, plan.content))
             self.wait(lambda: not any(place.starts for place in self._places))
             self.deliver_logs()
             self._started = True
         except BaseException as error:
-            self.close(AT_ONCE)
+            self.close(self._halfway)
             self._ends_halfway(error)
             raise
         return [place.facts for place in self._places]
@@ -133,10 +135,10 @@ class FarPool(BasePool[FarPlace]):
         return parcel_of(message)
 
     def _send(self, place: FarPlace, kind: type[Post | Question], content: Parcel, limit: Limit | None) -> None:
-        if place.starts:
-            place.outbox.append((kind, content))
-        else:
-            self._order(place, kind, [_HEADS[kind], *content])
+        if place.left is None:  # `again` says it later, with all else
+            return
+        place.left += kind is Post
+        self._order(place, kind, [_HEADS[kind], *content])
 
     def _order(self, place: FarPlace, kind: type[Message], order: Parcel, *, now: bool = False) -> Ticket:
         with Uninterrupted():
@@ -146,7 +148,7 @@ class FarPool(BasePool[FarPlace]):
 
     def post_now(self, place: int, message: object) -> Ticket:
         """Has a resident take a message at once, while it is busy. For any thread. Returns what `owes` understands."""
-        return self._order(self._open_place(place), Question, [_HEADS[Question], *parcel_of(message)], now=True)
+        return self._order(self._open_place(place), Question, [_HEADS[Question], *self.sealed(message)], now=True)
 
     def owes(self, ticket: Ticket) -> bool:
         """True as long as a resident has not taken that message."""
@@ -154,7 +156,7 @@ class FarPool(BasePool[FarPlace]):
 
     def ask_now(self, places: Iterable[int], message: object, limit_s: float) -> dict[int, Any]:
         """Asks residents at once, while they are busy. For any thread. Returns the answers that come in that time."""
-        until, order, answers = time.monotonic() + limit_s, [_HEADS[Question], *parcel_of(message)], dict[int, Any]()
+        until, order, answers = time.monotonic() + limit_s, [_HEADS[Question], *self.sealed(message)], dict[int, Any]()
         asked = {self._places[i].host.ask(order, beside=True): self._places[i] for i in places}
         while asked and time.monotonic() < until:
             for ticket, data in self._engine.wait(asked, SLICE_S).items():
@@ -171,7 +173,8 @@ class FarPool(BasePool[FarPlace]):
     def _listen(self, timeout_s: float) -> bool:
         with Uninterrupted():
             came = self._engine.wait([*self._owed], timeout_s)
-            for ticket in [one for one in self._owed if one in came]:  # in the order of the questions
+            self._require_open()
+            for ticket in [one for one in [*self._owed] if one in came]:  # in the order of the questions
                 if ticket in self._owed:  # else of one that was lost meanwhile
                     self._hear(*self._owed.pop(ticket), came[ticket])
         self._listened_at = time.monotonic()
@@ -184,19 +187,33 @@ class FarPool(BasePool[FarPlace]):
         return report
 
     def _hear(self, place: FarPlace, kind: type[Message], data: Parcel | HostGone) -> None:
+        if self._places[place.index] is not place:  # lost before, and followed by another
+            return
         place.heard_at = max(time.monotonic(), place.pinged_at)
         if isinstance(data, HostGone):
             self._lose(place, data.reason, is_final=data.is_final)
             return
-        match self._report(place, data).answer:
+        answer: object
+        try:
+            answer = self._report(place, data).answer
+        except Exception as error:
+            answer = error
+        match answer:
             case Met() as met:
                 self._is_met(place, met)
             case Ready(facts):
-                self._is_ready(place, facts)
+                self._is_built(place, facts)
             case Answer(content) if kind is Question:
                 self._is_answered(place, Answered(place.index, content))
+            case Answer() if kind is Post and place.left is not None:
+                place.left -= 1
+                place.starts = place.starts and place.left > 0
             case Failed() as failed if kind is not Ping:
                 self._fails(place, failed)
+            case Answer() | Failed():
+                pass
+            case _:
+                self._lose(place, f"it has sent what cannot be rebuilt here: {answer!r:.200}")
 
     def _is_met(self, place: FarPlace, met: Met) -> None:
         """Checks what a machine has, and has it build its resident. Raises ConfigError."""
@@ -211,19 +228,17 @@ class FarPool(BasePool[FarPlace]):
         else:
             raise ConfigError(error)
 
-    def _is_ready(self, place: FarPlace, facts: Any) -> None:
-        place.facts, place.starts = facts, False
-        place.content = None  # its memory
-        for kind, content in place.outbox:
-            self._send(place, kind, content, None)
-        place.outbox.clear()
+    def _is_built(self, place: FarPlace, facts: Any) -> None:
+        place.facts, place.content, place.left = facts, None, 0  # its memory
+        for message in self._far_hooks.again(place.index) if self._started else ():
+            self._send(place, Post, self.sealed(message), None)
+        place.starts = place.left > 0
 
     def _fails(self, place: FarPlace, failed: Failed) -> None:
-        """Has another take the place of a resident that has raised, or raises that at the start of all."""
+        error = self._hooks.raised(place.index, failed)
         if not self._started:
-            raise self._hooks.raised(place.index, failed)
-        doing = "it could not start again" if place.starts else "it failed"
-        self._lose(place, f"{doing}: {failed.type_name}: {failed.message}")
+            raise error
+        self._lose(place, f"it {'could not start again' if place.starts else 'failed'}: {error}", cause=error)
 
     # ---- watching
 
@@ -254,7 +269,7 @@ class FarPool(BasePool[FarPlace]):
         text = f"{place.name.noun} {place.index} has not begun in {waited_s:.3g} s: "
         text += room or "its process is slow to start"
         if is_over:
-            raise ConfigError(f"{text}. {'Ask for less, or add machines' if room else _SLOW}")
+            raise ConfigError(f"{text}. {self._engine.remedy if room else _SLOW}")
         if room and self._started:
             self._warned.append((text, RuntimeWarning))
         elif room:
@@ -263,15 +278,15 @@ class FarPool(BasePool[FarPlace]):
 
     def deliver_logs(self) -> None:
         """Hands over what has happened there; warnings last: filters may make errors of them."""
-        self._hand_over()
+        self._hand_over(self._warned)
         while (one := _next(self._warned)) is not None:
             text, category = one
             warnings.warn(text, category, stacklevel=caller_stacklevel())
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, warned: deque[tuple[str, type[Warning]]]) -> None:
         while (one := _next(self._reports)) is not None:
             place, report = one
-            self._warned += [(f"{place}: {text}", category) for text, category in report.warned]
+            warned.extend((f"{place}: {text}", category) for text, category in report.warned)
             for text in report.said:
                 say(f"{place}: {text}")
             hand_over(report.logs, report.lost_logs, {f"{place.name.noun}_index": place.index, "host": place.where})
@@ -285,52 +300,51 @@ class FarPool(BasePool[FarPlace]):
 
     # ---- losses
 
-    def _lose(self, place: FarPlace, reason: str, *, is_final: bool = False) -> None:
+    def _lose(
+        self, place: FarPlace, reason: str, *, is_final: bool = False, cause: BaseException | None = None
+    ) -> None:
         """Gives up a host; begins to start another where that may help, and raises otherwise, once all are closed."""
-        place.starts, place.is_met = True, False
-        place.host.kill()
-        for ticket in [ticket for ticket, one in self._owed.items() if one[0] is place]:
-            del self._owed[ticket]
-        error = NodeLost(place.name, place.where, reason)
-        self._far_hooks.gone(place.index, reason)
         with self.whole():
-            successor = self._successor(place, reason) if self._started and not is_final else None
-            if successor is None:
+            self._require_open()
+            place.starts, place.is_met, place.left = True, False, None
+            place.host.kill()
+            for ticket in [ticket for ticket, one in [*self._owed.items()] if one[0] is place]:
+                del self._owed[ticket]
+            error = NodeLost(place.name, place.where, reason)
+            error.__cause__ = cause
+            successor = self._hooks.on_lost(place.index, reason) if self._started else None
+            if successor is None or is_final or len(self.reachable) < self._engine.min_nodes:
                 raise error
             self._is_answered(place, Lost(place.index, error))
-            new = self._places[place.index] = self._launch(place.index, successor.content)
+            self._places[place.index] = new = self._launch(place.index, successor.content)
             new.where = place.where
-            new.outbox += [(Post, parcel_of(message)) for message in successor.messages]
-
-    def _successor(self, place: FarPlace, reason: str) -> Successor | None:
-        if len(self.reachable) < self._engine.min_nodes:
-            return None
-        return self._hooks.on_lost(place.index, reason)
 
     # ---- closing
 
     def close(self, limits: CloseLimits) -> list[tuple[int, Any]]:
+        cuts = deque[tuple[str, type[Warning]]]()
         try:
             with Uninterrupted():
                 is_first = self._begins_to_close()
             if is_first:
-                self._close_residents(limits)
+                self._close_residents(limits, cuts)
         finally:  # also when a Ctrl-C ends the wait
             if self._is_closer() and not self._ended:
                 self._engine.close()
                 self._ended = True  # last: another close ends what a Ctrl-C has left of this
                 atexit.unregister(self._at_exit)
-        warned, self._warned = [text for text, _ in self._warned], deque()
-        warn_of_cuts(warned if is_first else ())
+            if not limits.terminates:
+                warn_of_cuts([text for text, _ in cuts])
         return []
 
-    def _close_residents(self, limits: CloseLimits) -> None:
+    def _close_residents(self, limits: CloseLimits, cuts: deque[tuple[str, type[Warning]]]) -> None:
         """Closes all at once, and awaits what they say of that. Who is lost is left alone."""
-        until = time.monotonic() + limits.busy_s + min(limits.part_s, limits.call_s) + _ON_ITS_WAY_S
-        pinged_at, order = time.monotonic(), [_HEADS[Close], *parcel_of(limits)]
-        there = [place for place in self._places if not place.starts]
+        way_s = _LAST_WORDS_S if limits.terminates else _ON_ITS_WAY_S
+        until = time.monotonic() + limits.busy_s + min(limits.part_s, limits.call_s) + way_s
+        pinged_at, order = time.monotonic(), [_HEADS[Close], *self.sealed(limits)]
+        there = [place for place in self._places if place.left is not None]
         closing = {place.host.ask(order, beside=True): place for place in there}
-        owed = {ticket: place for ticket, (place, _) in self._owed.items() if place in there} | closing
+        owed = {ticket: place for ticket, (place, _) in [*self._owed.items()] if place in there} | closing
         while owed and time.monotonic() < until:
             Uninterrupted.let_through()
             if not closing:
@@ -342,7 +356,10 @@ class FarPool(BasePool[FarPlace]):
                 place, _ = owed.pop(ticket), closing.pop(ticket, None)
                 if not isinstance(data, HostGone):
                     self._report(place, data)
-            self._hand_over()
+            self._hand_over(cuts)
+        cuts.extend(
+            (f"{place} did not close its envs in time, and was ended", RuntimeWarning) for place in closing.values()
+        )
 
 
 def _next(queue: deque[Any]) -> Any:

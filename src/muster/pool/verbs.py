@@ -199,6 +199,7 @@ class BasePool(ABC, Generic[P]):
         self._open = [True]
         self._unique_indices = UniqueIndices()
         self._watch_at = 0.0  # time.monotonic() of the next look at deaths and limits, while it waits
+        self._halfway = AT_ONCE  # the limits of a close after an error
         self._closer: int | None = None  # the thread that has closed it
         self.log_flag = memoryview(bytes(1))
 
@@ -217,7 +218,7 @@ class BasePool(ABC, Generic[P]):
             return
         if isinstance(error, Exception) and self._closer not in (None, threading.get_ident()):
             raise self._is_closed() from error  # whatever another thread's close() looks like from here
-        self.close(AT_ONCE)
+        self.close(self._halfway)
 
     def post(self, place: int, message: Any, limit: Limit | None = None) -> None:
         """Sends a sealed message, which nobody answers; keeps it for a worker that is being replaced.

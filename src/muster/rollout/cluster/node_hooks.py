@@ -16,7 +16,7 @@ from muster.pool.deaths import Nouns
 from muster.pool.engine import Engine
 from muster.pool.far_pool import FarHooks, FarPool
 from muster.pool.far_worker import Met
-from muster.pool.messages import Failed
+from muster.pool.messages import Failed, Message
 from muster.pool.notices import say
 from muster.pool.place import Budget, Plan
 from muster.pool.unique_indices import tree
@@ -86,44 +86,42 @@ class NodeHooks(PlaceHooks, FarHooks):
     def begin(self, place: int) -> BeginAll:
         return BeginAll([self.seeds[k] for k in self.collectors[place]], self.frames[place])
 
-    def gone(self, place: int, reason: str) -> None:
-        self._reasons[place] = reason
-
     def on_lost(self, place: int, reason: str) -> Successor | None:
+        self._reasons[place] = reason
         if self._plan.limits.restarts is None:
             return None
         self._budget.spend(place, reason)
-        self.reasons[place] = reason
-        self.replaced[place] += 1
-        self.versions[place] = 0
-        plan = self.plans[place]
-        # A collector's own successors have one number.
-        seeds = [seed_after(self.seeds[k], 0, self.replaced[place]) for k in self.collectors[place]]
-        begin = BeginAll(seeds, self.frames[place])
-        return Successor(replace(plan.content, seeds=seeds), [Again(self.kept.of(plan.envs)), begin, AskFields()])
-
-    def loss(self, place: int, reason: str) -> str:
         parts = f"The parts of its {len(self.collectors[place])} collectors are masked until another is in its place"
-        return f"{self._name(place)} is lost: {reason}. {parts}"
+        self.reasons[place] = f"{self._name(place)} is lost: {reason}. {parts}"
+        self.replaced[place] += 1
+        return Successor(replace(self.plans[place].content, seeds=self._next_seeds(place)))
+
+    def again(self, place: int) -> Sequence[Message]:
+        self.versions[place] = 0
+        begin = BeginAll(self._next_seeds(place), self.frames[place])
+        return Again(self.kept.of(self.plans[place].envs)), begin, AskFields()
+
+    def _next_seeds(self, place: int) -> list[int | None]:
+        """The seeds of a successor: a collector's own successors have one number."""
+        return [seed_after(self.seeds[k], 0, self.replaced[place]) for k in self.collectors[place]]
 
     def lost(self, place: int, reason: str = "") -> NodeLost:
         host, _ = self._machines[place]
         return NodeLost(self.nouns.name(place), host, reason or self._reasons[place])
 
     def raised(self, place: int, failed: Failed, is_final: bool = False) -> Exception:
-        error = failed.original()
+        error: BaseException | None = failed.original()
+        if isinstance(error, ReplicaFailed):
+            error = error.error()
         if not isinstance(error, Exception):
             error = WorkerError(self.nouns.name(place), f"failed: {failed.type_name}: {failed.message}")
-        if why := self._engine.why_ended():  # of which that failure is a part
-            lost = self.lost(place, why)
-            lost.__cause__ = error.error() if isinstance(error, ReplicaFailed) else error
-            return lost
-        missing = missing_text(error.error() if isinstance(error, ReplicaFailed) else error, self._name(place))
-        if missing and not self._has_started:
-            refusal = ConfigError(missing)
-            refusal.__cause__ = error
-            return refusal
-        error.add_note("\n".join(filter(None, (missing, f"On {self._name(place)}."))))
+        missing = missing_text(error, self._name(place))
+        if why := self._engine.why_ended():  # that failure is a part of it
+            error, error.__cause__ = self.lost(place, why), error
+        elif missing and not self._has_started:
+            error, error.__cause__ = ConfigError(missing), error
+        else:
+            error.add_note("\n".join(filter(None, (missing, f"On {self._name(place)}."))))
         return error
 
     def stats(self, pool: FarPool) -> dict[str, Any]:
@@ -158,6 +156,14 @@ class NodeHooks(PlaceHooks, FarHooks):
 
 def on_nodes(plan: PoolPlan, engine: Engine, kept: Kept) -> ReplicaPool:
     """Replicas on nodes, which `engine` starts. kept: see `PlaceHooks`."""
+    try:
+        return _on_nodes(plan, engine, kept)
+    except BaseException:  # nobody else closes it yet
+        engine.close()
+        raise
+
+
+def _on_nodes(plan: PoolPlan, engine: Engine, kept: Kept) -> ReplicaPool:
     count, shared, plans = len(plan.plans), Shared(), list[Plan]()
     sites = engine.places(count)
     collectors = shares(count, sites)
@@ -169,7 +175,6 @@ def on_nodes(plan: PoolPlan, engine: Engine, kept: Kept) -> ReplicaPool:
     nouns = Nouns("node", pool="the collectors are", envs=tuple(one.envs for one in plans))
     hooks = NodeHooks(plan, plans, collectors, nouns, engine, kept)
     greeting = Greeting([os.path.abspath(folder) for folder in sys.path], tree())
-    pool = FarPool(
-        *(engine, "muster.rollout.cluster.node_resident:NodeResident", plans, hooks, plan.limits, nouns, greeting)
-    )
+    resident = "muster.rollout.cluster.node_resident:NodeResident"
+    pool = FarPool(engine, resident, plans, hooks, plan.limits, nouns, greeting)
     return ReplicaPool(plan, pool, Parcels(plan, pool, hooks), hooks)

@@ -1,7 +1,4 @@
-"""A node as a place of a far pool: a resident that owns a pool of replicas there.
-
-The user's objects pass it unopened: packed recipes, policies, functions, arguments, results and exceptions.
-"""
+"""A node as a place of a far pool: a resident that owns a pool of replicas there."""
 
 from __future__ import annotations
 
@@ -33,12 +30,12 @@ from muster.transport.big_arrays import memfd, memory_of
 from muster.transport.mail import dumps
 
 Shared = dict[tuple[int, int, bool], Array]
-"""By their memory, copies of big buffers, which the plans of all nodes have in common."""
+"""By their memory, copies of big buffers that the plans of all nodes have in common."""
 
 
 @dataclass(eq=False)
 class Greeting(Message):
-    """The driver's words to a new process. folders: those of its `sys.path`, of which the process takes what is there.
+    """The driver's words to a new process. folders: those of its `sys.path`; the process takes what is there.
 
     tree: the driver's, which the process joins: a machine may have the driver, or several nodes.
     """
@@ -129,13 +126,11 @@ class NodeResident(FarResident):
             return Raised(Failed.of(error, dumps), self._pool.closed)
 
     def take(self, message: Any) -> None:
-        match message:
-            case Again(questions):
-                self._pool.again(questions)
-            case EnvQuestion():
-                self.answer(message)  # who refuses costs nobody the node
-            case _:
-                self._answer(message)
+        try:
+            self._answer(message)
+        except Exception:
+            if self._pool.closed or not isinstance(message, EnvQuestion):  # envs that refuse cost nobody the node
+                raise
 
     def answer_now(self, question: Any) -> Any:
         match question:
@@ -161,6 +156,8 @@ class NodeResident(FarResident):
                 return [self._named(one) if isinstance(one, Failure) else one for one in self._pool.ask(question)]
             case BeginAll(seeds, frames):
                 return self._pool.reset(seeds, frames)
+            case Again(questions):
+                return self._pool.again(questions)
             case GiveUp():
                 return self._pool.give_up()
             case AskFields():

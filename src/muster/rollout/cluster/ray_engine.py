@@ -114,6 +114,8 @@ class _Spot:
 class RayEngine(Engine):
     """Node hosts on a Ray cluster. Raises ImportError, ConfigError."""
 
+    remedy = "Ask for less with muster.Node, or add machines"
+
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         self.node_timeout, self.min_nodes = cluster.node_timeout, cluster.min_nodes
@@ -227,12 +229,12 @@ class RayEngine(Engine):
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
         try:
             for host in self._hosts.values():
                 host.kill()
         finally:
             self._connection.close()
+        self._closed = True  # last: another close ends what a Ctrl-C has left of this
 
 
 @contextlib.contextmanager

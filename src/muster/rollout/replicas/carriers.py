@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from muster.errors import SpecMismatch
 from muster.pool.engine import Ticket
 from muster.pool.far_pool import FarPool
 from muster.pool.messages import Message
@@ -25,7 +24,7 @@ from muster.rollout.storage import Final, LastInfos, Loss, Storage
 class Carrier(ABC):
     """The way of batches. In sync mode all places fill one batch, otherwise each one of its own.
 
-    gives_up: the question by which places drop what they do, where it does not suffice to stop them.
+    gives_up: the question that has places drop what they do, where it does not suffice to stop them.
     """
 
     gives_up: Message | None = None
@@ -192,23 +191,23 @@ class Parcels(Carrier):
     def __init__(self, plan: PoolPlan, pool: FarPool, hooks: NodeFigures) -> None:
         super().__init__(plan)
         self._pool, self._hooks = pool, hooks
-        self._number = 0  # of the batch
+        self._number = self._ordered = 0  # of the batch, and of its weights
         self._numbers: dict[int, int] = {}  # of batches under way, by place
         self._pushed: dict[int, Ticket] = {}  # the last push, by place
         self._weights: SharedWeights | None = None
         self._image = TakeWeights(0, np.empty(0, np.uint8))
 
     def orders(self, places: Sequence[int], afresh: Collection[int]) -> Mapping[int, Message]:
-        self._look_for_weights()
+        image = self._newest()
+        self._ordered = image.version
         self._number += 1
         self._numbers |= dict.fromkeys(places, self._number)  # first: what has begun can be stopped
-        plain, with_weights = CollectFor(self._number, None), CollectFor(self._number, self._image)
-        known = self._hooks.versions
-        return {one: plain if known[one] >= self._image.version else with_weights for one in places}
+        plain, with_weights = CollectFor(self._number, None), CollectFor(self._number, image)
+        return {one: plain if self._hooks.versions[one] >= image.version else with_weights for one in places}
 
     def sent(self, places: Collection[int]) -> None:
         for place in places:
-            self._hooks.versions[place] = max(self._hooks.versions[place], self._image.version)
+            self._hooks.versions[place] = max(self._hooks.versions[place], self._ordered)
 
     def storage(self, place: int, answer: NodeBatch | None) -> tuple[Storage, int] | None:
         if self._sync:
@@ -226,14 +225,16 @@ class Parcels(Carrier):
 
     def fill(self, place: int, answer: NodeBatch, storage: Storage, part: slice) -> Array:
         ours, theirs = ([(one.dtype, one.shape[1:]) for one in of] for of in (storage.columns(), answer.columns))
-        if ours != theirs:
-            raise SpecMismatch(f"node {place} has batches of {theirs}, expected {ours}: its envs have other spaces now")
-        storage.write_columns(part, answer.columns)
-        storage.add_ends(answer.finals, answer.losses, answer.infos, part.start)
-        versions, ordered = np.array(answer.versions), self._image.version  # not the message's memory
-        if self._sync and (storage.mask[:, part].any(axis=0) & (versions != ordered)).any():
+        versions = np.array(answer.versions)  # not the message's memory
+        wrong = f"its batches have columns {theirs}, expected {ours}" if ours != theirs else ""
+        if not wrong:
+            storage.write_columns(part, answer.columns)
+            storage.add_ends(answer.finals, answer.losses, answer.infos, part.start)
+            if self._sync and (storage.mask[:, part].any(axis=0) & (versions != self._ordered)).any():
+                wrong = f"it acted with weights {versions.tolist()}, ordered were {self._ordered}"
+        if wrong:
             with self._pool.whole():
-                raise self._hooks.lost(place, f"it acted with weights {versions.tolist()}, ordered were {ordered}")
+                raise self._hooks.lost(place, wrong)
         self._hooks.frames[place] += storage.T * len(range(*part.indices(storage.N)))
         self._hooks.notes += answer.notes
         return versions
@@ -249,16 +250,17 @@ class Parcels(Carrier):
 
     def follow(self, weights: SharedWeights) -> None:
         self._weights = weights
-        if self._sync or not self._image.version:  # not awaited, nor before the first batch
+        if self._sync or not self._number:  # not awaited, nor before the first batch
             return
-        self._look_for_weights()
+        image = self._newest()
         for place in self._pool.reachable:
             if place not in self._pushed or not self._pool.owes(self._pushed[place]):
-                self._pushed[place] = self._pool.post_now(place, self._image)
-                self._hooks.versions[place] = max(self._hooks.versions[place], self._image.version)
+                self._pushed[place] = self._pool.post_now(place, image)
+                self._hooks.versions[place] = max(self._hooks.versions[place], image.version)
 
-    def _look_for_weights(self) -> None:
+    def _newest(self) -> TakeWeights:
         assert self._weights is not None
         if self._weights.version != self._image.version:
             version, image = self._weights.image()
             self._image = TakeWeights(version, np.frombuffer(image, np.uint8))
+        return self._image

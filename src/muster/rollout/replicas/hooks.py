@@ -57,11 +57,11 @@ def seed_after(seed: int | None, *keys: int) -> int | None:
 
 
 class PlaceHooks(Hooks):
-    """What a pool of replicas knows of its places, and asks of their kind; the pool's finalizer does not hang on it.
+    """The state of each place of a pool of replicas, and answers of its kind; the pool's finalizer does not hang on it.
 
     collectors: of each place, by their indices in the pool.  kept: what envs are asked again.
     restarts: true if another comes for a replica that has raised, at once.
-    reasons: by place, why the one before was lost, until a batch says so.
+    reasons: by place, the sentence about the loss of the one before, until a batch says it.
     seeds: for the next collectors.  frames: collected so far, by place.  replaced: how often, by place.
     notes: for the user, with the next batch.
     """
@@ -100,13 +100,9 @@ class PlaceHooks(Hooks):
         raise NotImplementedError
 
     def note_loss(self, place: int) -> None:
-        """Adds to the notes why the rows of a place are masked, unless that was said."""
-        if (reason := self.reasons.pop(place, None)) is not None:
-            self.notes.append(self.loss(place, reason))
-
-    def loss(self, place: int, reason: str) -> str:
-        """The note about a lost place."""
-        raise NotImplementedError
+        """Adds the reason why the rows of a place are masked to the notes, unless that was said."""
+        if place in self.reasons:
+            self.notes.append(self.reasons.pop(place))
 
     def lost(self, place: int, reason: str = "") -> Exception | None:
         """The error of a place that is out of reach. reason: empty for that of its loss."""
@@ -147,16 +143,14 @@ class ReplicaHooks(PlaceHooks):
         self._counts_before[place] += self.counts[place]
         self._counts_before[place, COUNTS.index("restarts")] += len(self.plans[place].envs)
         self.counts[place] = 0
-        self.reasons[place] = reason
+        name = self.nouns.name(place)
+        said = f"{name} was replaced, and its part of this batch is masked. What had happened: {reason}"
+        self.reasons[place] = said
         self.replaced[place] += 1
         seed = seed_after(self.seeds[place], self.replaced[place])
         self.plans[place].seed(seed)
         again = Again(self.kept.of(self.plans[place].envs))
         return Successor(self.plans[place].content, [again, Begin(seed)])
-
-    def loss(self, place: int, reason: str) -> str:
-        name = self.nouns.name(place)
-        return f"{name} was replaced, and its part of this batch is masked. What had happened: {reason}"
 
     def raised(self, place: int, failed: Failed, is_final: bool = False) -> ReplicaFailed:
         return ReplicaFailed(self.nouns.name(place), failed, is_final)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class ReplicaPool:
 
     def __init__(self, plan: PoolPlan, pool: BasePool[Any], carrier: Carrier, hooks: PlaceHooks) -> None:
         self._plan, self._pool, self._carrier, self._hooks = plan, pool, carrier, hooks
-        self._places = range(len(hooks.collectors))
+        self._places, self._most = range(len(hooks.collectors)), max(map(len, hooks.collectors))
         self._ready: deque[Filled] = deque()
         self._afresh: set[int] = set()  # places whose next batch begins new episodes
         self._questions, self._batches = pool.round(), pool.round()
@@ -115,7 +116,7 @@ class ReplicaPool:
             if question.needs_all or len(lost) == len(self._places):
                 self._require(lost)
             for k in lost:
-                if question.needs_all and k in answers:
+                if k in answers and question.key is None and (question.needs_all or len(lost) == len(self._places)):
                     raise answers[k].error
                 answers[k] = [None] * len(self._envs(k))
             for k, answer in answers.items():
@@ -164,6 +165,7 @@ class ReplicaPool:
 
     def _ask_all(self, question: object, words: str = "answering a call") -> list[Any]:
         """The answers of all places. Raises the first failure."""
+        self._require(self._places)
         answers = self._ask(dict.fromkeys(self._places, question), words)
         for k, answer in answers.items():
             if isinstance(answer, Raised):
@@ -213,7 +215,11 @@ class ReplicaPool:
         self._end(self._questions)
         if self._carrier.gives_up is not None:
             self._questions.ask(dict.fromkeys(self._pool.reachable, self._carrier.gives_up), "giving up", None)
-            self._end(self._questions)
+            self._questions.wait()
+            for k, one in self._questions.answers.items():
+                if isinstance(one, Answered) and isinstance(one.content, Raised):
+                    raise self._error(k, one.content)
+            self._questions.drop()
         self._forget_reasons()
         self._carrier.finish(self._places)
         self._afresh.update(self._places)
@@ -235,7 +241,7 @@ class ReplicaPool:
         storage, first_env = made
         versions, missing, done, is_stopped = np.zeros(storage.N, np.int64), {*self._places}, 0, False
         while self._batches.owing or self._batches.answers:
-            for k, answer in self._receive(1):
+            for k, answer in self._receive(max(1, ceil((self._plan.threshold - done) / self._most))):
                 part = self._carrier.part(k)
                 versions[part] = self._carrier.fill(k, answer, storage, part)
                 missing.discard(k)
@@ -243,11 +249,11 @@ class ReplicaPool:
             if done >= self._plan.threshold and not is_stopped:
                 self.stop()
                 is_stopped = True
-        if len(missing) == len(self._places) and (error := self._hooks.lost(0)) is not None:
-            raise error
         for k in missing:
             storage.blank(self._carrier.part(k))
             self._hooks.note_loss(k)
+        if not self._pool.reachable:
+            self._require(self._places)
         storage.finals.sort(key=lambda one: (one.time, one.env))
         storage.losses.sort(key=lambda one: (one.time, one.env))
         self._carrier.finish(self._places)
