@@ -15,6 +15,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AsyncVectorEnv as TheirAsync
 from gymnasium.vector.async_vector_env import _async_worker
 
+from envs import Scripted
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from slow import slow
 
@@ -130,6 +131,33 @@ def test_what_is_wrong_with_a_reset_mask_is_said_in_gymnasiums_words(vectorise):
                 envs.reset(options={"reset_mask": mask})
         with pytest.raises(ValueError, match="length must match num_envs=2 but got length=3"):
             envs.reset(seed=[1, 2, 3])
+
+
+def observing(space, actions=Counter.action_space):
+    return partial(Scripted, obs_space=space, action_space=actions)
+
+
+NARROW, WIDE = gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Box(-2, 2, (3,), np.float32)
+LONG, CHOSEN = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Box(-1, 1, (2, 3), np.float32)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fns", "mode", "words"),
+    [
+        (
+            [observing(NARROW), observing(WIDE)],
+            "same",
+            "observation_mode='same'.* observation spaces are not equivalent",
+        ),
+        ([observing(NARROW), observing(LONG)], (NARROW, CHOSEN), "do not share a common shape and dtype"),
+        ([observing(NARROW), observing(NARROW, gymnasium.spaces.Discrete(4))], "same", "action.space"),
+        ([Counter], "any", "Invalid `observation_mode`"),
+    ],
+)
+def test_spaces_that_do_not_agree_are_refused_in_gymnasiums_words(fns, mode, words, vectorise):
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        vectorise(fns, observation_mode=mode)
 
 
 @BOTH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import gymnasium as gym
@@ -13,7 +14,7 @@ from collecting import SERIAL, Constant, collect, count_env, zeros_policy
 from counting_env import CountingEnv, FailingEnv
 
 import muster
-from muster.errors import ClosedError, ConfigError, EnvError, SpecMismatch
+from muster.errors import ClosedError, ConfigError, EnvError, SpecMismatch, UsageError
 from muster.rollout.collector import Collector
 
 
@@ -68,6 +69,7 @@ def test_the_callers_vector_env_stays_open():
         {"split_trajs": True, "compact": True},
         {"replay_buffer": [], "compact": True},
         {"overlap": True},
+        {"policy_factory": Constant},
     ],
 )
 def test_options_that_make_no_sense_are_refused(wrong):
@@ -87,14 +89,33 @@ GOOD = Constant().state_dict()
         ({"best": 0.0}, "is a float; expected a tensor"),
         ({"best": torch.zeros((), dtype=torch.complex64)}, "has dtype torch.complex64"),
         ({"best": torch.zeros((), device="meta")}, "has no values"),
+        ([torch.zeros(())], "weights must be a module, a state dict or a TensorDict, got list"),
     ],
 )
 def test_weights_that_are_not_the_policys_are_refused(weights, message):
     with (
         Collector(count_env(), Constant(), num_envs=2, frames_per_batch=4, make_vec_options=SERIAL) as collector,
-        pytest.raises(SpecMismatch, match=message),
+        pytest.raises((SpecMismatch, UsageError), match=message),
     ):
         collector.update_policy_weights_(weights)
+
+
+def test_a_function_has_no_weights_to_update():
+    _, collector = collect(count_env(), zeros_policy)
+    with pytest.raises(UsageError, match="the policy is a function without weights"):
+        collector.update_policy_weights_(GOOD)
+
+
+def test_gymnasiums_vector_env_has_to_say_how_it_resets():
+    with contextlib.closing(gym.vector.SyncVectorEnv([count_env()])) as envs:
+        envs.metadata = {}
+        with pytest.raises(UsageError, match=r'SyncVectorEnv does not say in metadata\["autoreset_mode"\]'):
+            Collector(envs, zeros_policy, frames_per_batch=4)
+
+
+def test_a_policy_of_agents_gives_actions_by_group():
+    with pytest.raises(SpecMismatch, match=r"gave a Tensor, expected a dict of actions by group: \['a', 'b'\]"):
+        collect(Script, zeros_policy)
 
 
 def test_spaces_without_a_shape_are_refused_by_name():

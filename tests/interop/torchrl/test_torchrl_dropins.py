@@ -149,6 +149,8 @@ def test_next_step_envs_and_tuple_spaces_are_refused():
         make(Counter, "next_step")
     with pytest.raises(UsageError, match="Dict or Box"):
         make(Structured)
+    with pytest.raises(TypeError, match=r"as_torchrl takes what muster\.make_vec returns, got Counter"):
+        as_torchrl(Counter())
 
 
 def test_parallel_env_gives_each_env_a_process_of_its_own():
