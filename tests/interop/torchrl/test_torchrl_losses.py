@@ -117,6 +117,9 @@ def check_class(name: str) -> None:
     assert inspect.getdoc(ours) == inspect.getdoc(original)
     assert inspect.getdoc(ours.get_stateful_net) == inspect.getdoc(original.get_stateful_net)
     assert pickle.loads(pickle.dumps(ours)) is ours
+    for attribute in ("forward", "in_keys", "out_keys", "default_keys", "__new__"):
+        static = [inspect.getattr_static(one, attribute, None) for one in (ours, original)]
+        assert static[0] is static[1], attribute
     assert {n for n in NAMES if issubclass(getattr(losses, n), ours)} == {
         n for n in NAMES if issubclass(getattr(objectives, n), original)
     }
