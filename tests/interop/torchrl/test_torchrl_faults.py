@@ -215,6 +215,8 @@ def test_envs_that_differ_are_told_by_key_and_argument():
     arguments = r"""\(create_env_kwargs\[2\] is {'at': 1, 'size': 4}, and create_env_kwargs\[0\] {'size': 3}\)\. Pass"""
     with pytest.raises(RuntimeError, match=words + arguments):
         ParallelEnv(3, Liar, create_env_kwargs=kwargs, mp_start_method="fork")
+    with pytest.raises(RuntimeError, match="env 1 differs from env 0: 'position'"):
+        ParallelEnv(2, Liar, create_env_kwargs=kwargs[::2], mp_start_method="fork")
     assert set(psutil.Process().children(recursive=True)) <= set(before)
 
 
