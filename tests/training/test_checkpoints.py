@@ -124,7 +124,7 @@ def test_a_run_does_not_go_on_from_a_state_before_its_copies(tmp_path: Path):
     shutil.copy(run / "checkpoints" / "000000000256.safetensors", run / "checkpoint.safetensors")
     result = muster("train", "--resume", str(run), "--total-steps=512")
     assert result.exit_code == 1
-    assert "later states, whose places new ones would take: checkpoints/000000000384.safetensors" in result.stderr
+    assert "later states, in places that new ones would take: checkpoints/000000000384.safetensors" in result.stderr
     (run / "checkpoints" / "000000000384.safetensors").unlink()
     assert muster("train", "--resume", str(run), "--total-steps=512").exit_code == 0
     assert copies(run) == [384, 512]
@@ -141,7 +141,8 @@ def test_a_run_does_not_go_on_from_a_state_before_its_best(tmp_path: Path):
     result = muster("train", "--resume", str(run), "--total-steps=512")
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
     assert (
-        "from step 128, and has later states, whose places new ones would take: best.safetensors. Move" in result.stderr
+        "from step 128, and has later states, in places that new ones would take: best.safetensors. Move"
+        in result.stderr
     )
     assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
     (run / "best.safetensors").unlink()

@@ -30,7 +30,7 @@ MIN_PIXELS = 8  # of the shorter side
 LARGE = 36  # pixels of the shorter side: what the three kernels of Mnih et al. need
 LARGEST_MAP = 25  # cells of a side: the largest of MiniGrid's envs, which FullyObsWrapper shows as [W, H, 3]
 MOST_CHANNELS = 12  # of a small image: four frames of colours
-MAX_CODES = 32  # so many integers are told apart by one-hot codes
+MAX_CODES = 32  # so many integers have one-hot codes
 EMBEDDING = 8  # numbers for each code of a byte grid
 CLIP = 10.0  # in standard deviations
 EPSILON = 1e-8
@@ -93,7 +93,7 @@ def _is_image(shape: Sequence[int], high: int) -> bool:
     if side >= LARGE:
         return True
     # MiniGrid's maps have the same space as small images in RGB with channels last. More channels are planes, one for
-    # each sort of thing; where the channels are as many as the pixels of a side, nobody can tell them from rows.
+    # each sort of thing; where the channels are as many as the pixels of a side, they look like rows.
     is_map = shape[-1] == 3 and side <= LARGEST_MAP
     return high == 255 and channels < min(side, MOST_CHANNELS + 1) and not is_map
 
@@ -187,7 +187,7 @@ class Encoder(nn.Module):
             height, width = (shape[axis] for axis in axes)
             if sprite is not None and (height % sprite or width % sprite):
                 raise UsageError(
-                    f"sprite={sprite} is for images whose sides are multiples of {sprite} pixels, but this env's are "
+                    f"sprite={sprite} is for images with sides of multiples of {sprite} pixels, but this env's are "
                     f"{height} x {width}. Leave it out, or crop them with a wrapper."
                 )
             self.from_axes = (axes[0] + 1, axes[1] + 1)  # after the batch's

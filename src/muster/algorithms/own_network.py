@@ -90,7 +90,7 @@ class PolicyNetwork(Protocol):
 PIECES = {
     "parameters": ": it is no torch.nn.Module",
     "head": ": write self.head = muster.algorithms.head_of(action_space)",
-    "head.num_params": ", the P numbers by which an action is distributed",
+    "head.num_params": ", the P numbers of an action's distribution",
     "head.sample": "(params), which draws actions [B, K]",
     "head.mode": "(params), which returns the likeliest actions [B, K]",
     "head.log_prob_and_entropy": "(params, actions), which returns both [B]",

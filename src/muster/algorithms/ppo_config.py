@@ -80,7 +80,7 @@ class PPOConfig:
         0.0, "logarithm of continuous actions' deviation at the start, 1 being half their range", least=-20, most=20
     )
     episode_info: tuple[str, ...] | None = option(
-        ("is_success",), "names of numbers and flags in episodes' last infos, whose means are reported; none: none"
+        ("is_success",), "names of numbers and flags in episodes' last infos, to report their means; none: none"
     )
     torch_threads: int = option(1, "of the learner; other cores are for the envs' workers", least=1, most=MOST_THREADS)
 
@@ -133,7 +133,7 @@ class AgentsOptions:
 class MAPPOConfig(AgentsOptions, PPOConfig):
     """The options of MAPPO: those of PPO, and what concerns agents. ``critic="own"`` makes it IPPO.
 
-    ``total_steps`` and ``num_steps`` count env steps, in each of which all agents of an env may act. Raises ConfigError
+    ``total_steps`` and ``num_steps`` count env steps; in each all agents of an env may act. Raises ConfigError
     for bad values.
 
     >>> from muster.algorithms import MAPPOConfig

@@ -11,7 +11,7 @@ from muster.training.values import NamedEnv
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Play whole episodes with the policy that a run has trained, and tell how good it is.
+    """Play whole episodes with the policy that a run has trained, and show how good it is.
 
     Statistics of observations stay as they are in the checkpoint.
 

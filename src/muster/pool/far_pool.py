@@ -74,7 +74,7 @@ class FarPlace(Owing):
 
 
 class FarPool(BasePool[FarPlace]):
-    """Residents on other machines. See `muster.pool.pool.Pool`, whose verbs it has.
+    """Residents on other machines. It has the verbs of `muster.pool.pool.Pool`.
 
     A host that ends, or says nothing for the engine's time, is lost. Nobody waits for its successor: until that is up,
     the place is not `reachable`. Questions have no limits here: the residents have some.

@@ -1,4 +1,4 @@
-"""What a policy computes with beside its weights: training flags, and plain tensors and numbers on its modules."""
+"""The extras of a policy's weights: training flags, and plain tensors and numbers on its modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 class BesideWeights:
-    """Watches what changes in a policy beside its weights, from now on.
+    """Watches the extras of a policy's weights for changes, from now on.
 
     Values are plain: tensors that are no parameters or buffers, arrays, numbers, strings, and lists, tuples and dicts
     of them; on modules, and on objects that are attributes of modules.
@@ -76,7 +76,7 @@ def apply_changes(policy: object, changes: bytes) -> None:
 
 
 def _values(policy: object) -> Iterator[tuple[Place, Any]]:
-    """What lies on the policy's modules, and on objects that are attributes of them, by place."""
+    """The values on the policy's modules, and on objects that are attributes of them, by place."""
     module = module_of(policy)
     for name, owner in () if module is None else module.named_modules():
         for attribute, value in vars(owner).items():
@@ -90,7 +90,7 @@ def _values(policy: object) -> Iterator[tuple[Place, Any]]:
 
 
 def _mark(value: Any) -> Any:
-    """What is equal as long as a plain value is; ``...`` for what is not plain."""
+    """A key that is equal as long as a plain value is; ``...`` for what is not plain."""
     if isinstance(value, Tensor):
         # The count of its changes in place, where torch counts them.
         return value.clone() if value.is_inference() else (value, value._version)

@@ -50,7 +50,7 @@ class EnvSide(ABC):
     observation_fields, reward_fields, action_fields: the arrays of observations, rewards and actions.
     action_spaces: one env's, by action field.
     has_discounts: whether rewards come with a field of discounts: those of dm_env's envs do.
-    fields_known: False until the first reset, whose infos may bring a field.
+    fields_known: False until the first reset: its infos may bring a field.
     masks: for each action field the index of the observation field ``[n]``, of agents ``[A, n]``, that says which of n
         choices are allowed, and the action space of one agent; None where there is none.
     """
@@ -80,7 +80,7 @@ class EnvSide(ABC):
 
     @abstractmethod
     def policy_keywords(self, rows: Sequence[Tensor]) -> dict[str, Any]:
-        """What a plain policy may ask for by name: ``masks``, ``env_state`` and ``alive``.
+        """The arguments that a plain policy may ask for by name: ``masks``, ``env_state`` and ``alive``.
 
         rows: as for `policy_input`.
         """
@@ -95,7 +95,7 @@ class EnvSide(ABC):
 
     @abstractmethod
     def mark_cut(self, before: Sequence[Array], after: Sequence[Array], rewards: Sequence[Array], ids: Array) -> None:
-        """Ends the episodes of the agents in the envs `ids`, whose episodes the collector has cut after a step.
+        """Ends the episodes of the agents in the envs `ids`: the collector has cut their episodes after a step.
 
         before, after, rewards: that step's rows ``[N, ...]`` for each observation and reward field; ends are written
         into `rewards`.
@@ -149,7 +149,7 @@ class EnvSide(ABC):
         return ids, self._rows(*result)
 
     def are_stepped_here(self) -> bool:
-        """Whether this process steps some of them, or may."""
+        """True if this process steps some of them, or may."""
         return not self.takes_turns or os.getpid() in [one["pid"] for one in self.envs.stats()["workers"]]
 
     def drop_pending(self) -> None:

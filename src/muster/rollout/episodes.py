@@ -52,12 +52,12 @@ class Episodes(NamedTuple):
 
 
 def reported(name: str) -> str:
-    """The name by which the mean of a figure of last infos is reported."""
+    """The name of the reported mean of a figure of last infos."""
     return "success_rate" if name == "is_success" else name
 
 
 def figures_in(infos: Mapping[str, Any], row: int, names: Sequence[str], *, of_agents: bool) -> Figures:
-    """What the info of `row` holds under `names`, without None; `of_agents` also what those of its agents hold."""
+    """The figures of the info of `row` under `names`, without None; with `of_agents` those of its agents, too."""
     parts = {"": infos, **(infos.get("agent_infos", {}) if of_agents else {})}
     held = {
         (name, agent): part[name] if isinstance(part[name], dict) else part[name][row]

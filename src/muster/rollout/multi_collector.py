@@ -76,7 +76,7 @@ class MultiCollector(BatchSource):
         missing are False in ``("collector", "mask")``. It does nothing for a policy that stays here.
     context, start_timeout, threads_per_collector: as the options of `make_vec` for workers.
     on_failure: "restart" replaces an env that raised, in one masked row that is truncated; and, with all its envs, a
-        collector that died, timed out or whose policy raised: its part of that batch is masked. Both with a
+        collector that died or timed out, or with a policy that raised: its part of that batch is masked. Both with a
         RuntimeWarning.
     max_restarts: how often within a minute one collector's envs may raise, or the collector may be replaced, before an
         error is raised after all.

@@ -78,7 +78,7 @@ class PlainModules:
             self._identity += [(id(module), _keys_of(module)) for module in self._modules]
 
     def is_like(self, other: PlainModules) -> bool:
-        """Whether `other` has the very same modules with the same keys."""
+        """True if `other` has the very same modules with the same keys."""
         return self._identity == other._identity
 
     def call(self, values: dict[Key, Tensor]) -> bool:
@@ -159,7 +159,7 @@ def _parts(policy: Any) -> list[Any] | None:
 
 
 def _is_plain(policy: Any, base: type) -> bool:
-    """Whether calls of the policy run the methods of `base`."""
+    """True if calls of the policy run the methods of `base`."""
     kind = type(policy)
     return issubclass(kind, base) and all(
         getattr(kind, name, _ABSENT) is getattr(base, name) for name in _METHODS[base]

@@ -63,7 +63,7 @@ class RandomActor:
 
 
 class PolicyActor:
-    """The base of actors whose policy computes: rows in and out, devices, recurrent state.
+    """The base of actors with a policy that computes: rows in and out, devices, recurrent state.
 
     part: the envs that it acts for.  device: where the policy computes.  initial_state: by key the state of one env
     ``[...]`` at the start of an episode.
@@ -263,8 +263,8 @@ class TensorDictActor(PolicyActor):
             )
         if ("state",) in missing and self._envs.has_agents:
             return ConfigError(
-                "the policy reads 'state', which these envs do not tell: make them with state=True, "
-                "muster.make_vec(..., state=True). Envs that have no state of their own cannot tell one"
+                "the policy reads 'state', which these envs do not give: make them with state=True, "
+                "muster.make_vec(..., state=True). Envs that have no state of their own cannot give one"
             )
         return SpecMismatch(
             f"the policy reads {names}, which the envs do not have; they have "
@@ -364,12 +364,12 @@ def _with_keys(envs: EnvSide) -> str:
 
 
 def is_tensordict_policy(policy: object) -> bool:
-    """Whether `policy` reads and writes a TensorDict."""
+    """True if `policy` reads and writes a TensorDict."""
     return hasattr(policy, "in_keys") and hasattr(policy, "out_keys")
 
 
 def _reads_is_init(policy: Any) -> bool:
-    """Whether a module inside reads "is_init" without having it among its keys, as TorchRL's noise processes do."""
+    """True if a module inside reads "is_init" without having it among its keys, as TorchRL's noise processes do."""
     modules = policy.modules() if isinstance(policy, nn.Module) else ()
     return any(as_key(key) == IS_INIT for module in modules if (key := getattr(module, "is_init_key", None)))
 
@@ -409,7 +409,7 @@ def _draw(space: spaces.Space[Any], lead: tuple[int, int], rng: np.random.Genera
 
 
 def _fits(value: Any, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """Whether a value fits as it is; an assignment alone would repeat rows, and make integers of floats."""
+    """True if a value fits as it is; an assignment alone would repeat rows, and make integers of floats."""
     if not isinstance(value, Tensor) or value.shape != shape:
         return False
     return value.dtype is dtype or torch.can_cast(value.dtype, dtype)

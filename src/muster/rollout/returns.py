@@ -9,7 +9,7 @@ A step can end an episode in two ways, and they are never confused here:
 So every function takes ``next_values``, the value of the observation *after* each action: the final observation where
 an episode ended, the following row's observation everywhere else. It is exact in every autoreset mode.
 
-Rows whose ``mask`` is False are left out: the reset rows of ``next_step`` autoreset, agents that are not alive,
+Rows with a ``mask`` of False are left out: the reset rows of ``next_step`` autoreset, agents that are not alive,
 padding. Their numbers may be anything, NaN included, and they get zeros; an end that one of them reports, such as that
 of a lost env, is an end for the rows before it, too.
 

@@ -151,7 +151,7 @@ class Stepping:
                 storage.write_loss(Loss(t, int(ids[row]), rows.infos["restarted"][row]))
 
     def _close_row(self, storage: Storage, t: int, part: slice) -> Array | None:
-        """Records what row t of `part` means for later rows; returns the envs whose next row begins a trajectory.
+        """Records the meaning of row t of `part` for later rows; returns the envs that begin a trajectory with row t+1.
 
         Returns bool ``[n]``, or None where there is no such env.
         """

@@ -181,7 +181,7 @@ class Storage:
         self.truncated[t, part] = rows.truncated
 
     def write_final(self, final: Final) -> None:
-        """Writes the final observation of an episode whose env has been reset already."""
+        """Writes the final observation of an episode. Its env has been reset already."""
         if self.compact:
             self.finals.append(final)
         for array, leaf in zip(self.next_observations, final.leaves, strict=False):
@@ -193,7 +193,7 @@ class Storage:
         self.mask[loss.time, loss.env] = False
 
     def add_ends(self, finals: list[Final], losses: list[Loss], infos: LastInfos, first_env: int) -> None:
-        """Adds what others have kept beside the columns of envs from `first_env` on, which they count from 0."""
+        """Adds the ends of episodes of envs from `first_env` on, which others count from 0."""
         for one in finals:
             self.write_final(Final(one.time, first_env + one.env, one.leaves))
         self.losses += [Loss(one.time, first_env + one.env, one.reason) for one in losses]

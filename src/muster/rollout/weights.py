@@ -113,7 +113,7 @@ def copy_all(copies: Copies) -> None:
     """Makes all copies in one call of torch's, which Ctrl-C and other handlers of signals cannot end halfway.
 
     Into detached shells: tensors made under `torch.inference_mode` take none themselves. A sparse one does, as it gets
-    new memory, of which only its shell would know.
+    new memory, which only its shell would know of.
     """
     if copies:
         with Uninterrupted(), torch.no_grad():  # an interrupt at the edge of the latter would leave gradients off
@@ -122,7 +122,7 @@ def copy_all(copies: Copies) -> None:
 
 
 def is_same_memory(mine: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape are the same numbers in memory."""
+    """True if two tensors of one shape are the same numbers in memory."""
     return mine is other or (
         _start(mine) == _start(other) and (mine.stride(), mine.dtype) == (other.stride(), other.dtype)
     )

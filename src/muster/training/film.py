@@ -68,7 +68,7 @@ def _begun(path: Path, rate: int) -> tuple[io.BytesIO, Any, Any]:
     with imports_for("Films need", "muster-rl[train]", "av"):
         import av
     content: Any = io.BytesIO()
-    content.name = path.name  # by which FFmpeg chooses the container
+    content.name = path.name  # FFmpeg chooses the container by it
     try:
         film = av.open(content, "w")
         return content, film, film.add_stream("libx264", rate=rate)

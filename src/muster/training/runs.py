@@ -230,7 +230,7 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
     if later := states_after(folder.path, ppo.steps):
         raise UsageError(
-            f"{folder.path} would go on from step {ppo.steps:,}, and has later states, whose places new ones would "
+            f"{folder.path} would go on from step {ppo.steps:,}, and has later states, in places that new ones would "
             f"take: {', '.join(later)}. Move them elsewhere first"
         )
     with reading(folder.metrics_path):
@@ -330,7 +330,7 @@ class Disk:
         self.full: OSError | UsageError | None = None
 
     def tries(self, *saves: Callable[[], object]) -> None:
-        """Calls all of the functions, each of which keeps what cannot be written. Raises their other errors at last."""
+        """Calls all of the functions; each keeps what cannot be written. Raises their other errors at last."""
         before, self.full, others = self.full, None, list[Exception]()
         for save in saves:
             try:

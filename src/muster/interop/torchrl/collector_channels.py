@@ -64,7 +64,7 @@ class Files:
 
 
 class _Work(Hooks):
-    """What the pool asks its owner, see `Hooks`."""
+    """The answers of the owner to the pool, see `Hooks`."""
 
     def raised(self, place: int, failed: Failed) -> BaseException:
         fields = failed.type_name, failed.message, failed.traceback, failed.exception
@@ -72,7 +72,7 @@ class _Work(Hooks):
 
 
 class CollectorPool:
-    """The worker processes of one collector of TorchRL's, each of which has built a collector."""
+    """The worker processes of one collector of TorchRL's; each has built a collector."""
 
     def __init__(self, recipes: Sequence[Recipe], files: Files, *, context: str, num_threads: int) -> None:
         self.num_workers = count = len(recipes)
@@ -83,7 +83,7 @@ class CollectorPool:
         self._resuming: set[int] = set()  # workers that run free again once they have answered a message
         self._ready: deque[tuple[int, Placed | None]] = deque()  # by worker, None for a pause
         self._trees: dict[int, Any] = {}
-        self._handed: set[int] = set()  # workers whose trees TorchRL's loop has
+        self._handed: set[int] = set()  # workers; TorchRL's loop has their trees
         self._batches = [0] * self.num_workers
         self._ways: dict[int, Way] = {}  # by worker that collects, in the order in which they were asked
         self._pool = _pool_of(recipes, files, context, num_threads)
@@ -97,7 +97,7 @@ class CollectorPool:
 
     @property
     def closed(self) -> bool:
-        """Whether the pool is closed: by `close`, or since it has lost a worker."""
+        """True if the pool is closed: by `close`, or since it has lost a worker."""
         return self._pool.closed
 
     # ---- weights
@@ -145,11 +145,11 @@ class CollectorPool:
                 return
 
     def take(self, timeout: float | None) -> tuple[Any, Any]:
-        """What TorchRL's workers put into their queue. Raises WaitTimeout after `timeout` s, NotPendingError."""
+        """The next entry of TorchRL's queue. Raises WaitTimeout after `timeout` s, NotPendingError."""
         ends = math.inf if timeout is None else time.monotonic() + timeout
         while not self._ready:
             left_s = None if timeout is None else max(0.0, ends - time.monotonic())
-            if self._resuming:  # after a message whose answer nobody waited for
+            if self._resuming:  # after a message that nobody awaited the answer of
                 with self._noting_interrupts():
                     self._messages.wait(at_least=1, timeout_s=left_s, places=self._resuming)
                 self._resume()
@@ -169,7 +169,7 @@ class CollectorPool:
         self._send(self._collecting, worker, CollectBy(way), f"in step of env {worker}")
 
     def _result(self, worker: int, collected: Placed) -> tuple[Any, int]:
-        """What TorchRL's worker puts into its queue: a batch and the worker's index where it is new, or the index."""
+        """An entry of TorchRL's queue: a batch and the worker's index where it is new, or the index."""
         number = self._batches[worker]
         self._batches[worker] += 1
         if collected.put == Put.BUFFER:
@@ -201,7 +201,7 @@ class CollectorPool:
         self._send(self._messages, worker, data, f"answering call({message.name!r})")
 
     def has_answer(self, worker: int) -> bool:
-        """Whether `answer` returns one."""
+        """True if `answer` returns one."""
         return worker in self._messages.answers or worker in self._messages.owing
 
     def answer(self, worker: int) -> Any:
@@ -342,7 +342,7 @@ class Pipe:
         return self._pool.answer(self._worker)
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether there is an answer, or will be."""
+        """True if there is an answer, or will be."""
         return self._pool.has_answer(self._worker)
 
     def close(self) -> None:
@@ -381,7 +381,7 @@ class ForeignProcess:
 
 
 class Refused(ConfigError, RuntimeError):
-    """What TorchRL's classes raise RuntimeError for."""
+    """The errors that TorchRL's classes raise as RuntimeError."""
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """One collector in its worker process: the resident of a pool, which collects batches and answers TorchRL's messages.
 
-Batches of tensors lie in memory that the caller maps, so that nothing of them is pickled: the layout is told once, and
+Batches of tensors lie in memory that the caller maps, so that nothing of them is pickled: the layout is sent once, and
 again where it changes. Objects travel as pickles.
 """
 
@@ -72,7 +72,7 @@ class Ask:
 
 
 class Put(IntEnum):
-    """Where a batch was put: where the last one was, in new memory, in the answer, or in the replay buffer."""
+    """The place of a batch: that of the last one, in new memory, in the answer, or in the replay buffer."""
 
     LAST = 0
     NEW = 1
@@ -90,7 +90,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class CollectorPlan:
-    """What a worker is built from. recipes: the collector's.
+    """The plan of a worker. recipes: the collector's.
 
     weights_path, flags_path: files of the caller.
     """
@@ -102,7 +102,7 @@ class CollectorPlan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the caller has to know of a worker. weights: names, and tensors without values.
+    """The facts of a worker that the caller needs. weights: names, and tensors without values.
 
     loop_reason: why TorchRL's own loop collects there; "" where Muster's does.
     """
@@ -316,7 +316,7 @@ _MESSAGES: dict[str, tuple[Callable[[CollectorResident, Any], Any], str]] = {
 
 
 def _is_plain(batch: TensorDictBase) -> bool:
-    """Whether all that a batch holds are dense tensors in this machine's memory."""
+    """True if all that a batch holds are dense tensors in this machine's memory."""
     leaves = _leaves(batch)
     dense = all(leaf.device.type == "cpu" and leaf.layout == torch.strided and not leaf.is_nested for leaf in leaves)
     return dense and not _has_objects(batch)

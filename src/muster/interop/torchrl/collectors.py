@@ -17,7 +17,7 @@ from muster.interop.torchrl.rollouts import Loop
 from muster.nn.shared_copies import copied_as_twins
 
 IN_PROCESSES: dict[bool, Any] = {}
-"""The classes whose collectors run in processes, by ``sync``; `multi_collectors` enters them."""
+"""The classes with collectors in processes, by ``sync``; `multi_collectors` enters them."""
 
 _ELSEWHERE = ("ray", "rpc", "distributed", "submitit")
 

@@ -1,7 +1,7 @@
 """Columns: the leaves of the envs' tensordicts in one block of memory that the caller and the workers share.
 
-The trees stay as TorchRL made them: nested tensordicts have batch sizes of their own, and groups whose agents differ
-are lazy stacks. So leaves are exchanged in place, and counted in the order in which a tree visits them.
+The trees stay as TorchRL made them: nested tensordicts have batch sizes of their own, and groups of unlike agents are
+lazy stacks. So leaves are exchanged in place, and counted in the order in which a tree visits them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def visit(tree: TensorDictBase, act: Callable[[Tensor], Any]) -> None:
 
 
 def has_stacks(tree: TensorDictBase) -> bool:
-    """Whether `tree` is, or holds, a lazy stack, whose members' leaves have the same keys."""
+    """True if `tree` is, or holds, a lazy stack with members of the same keys."""
     held = (value for value in tree.values(True) if isinstance(value, TensorDictBase))
     return isinstance(tree, LazyStackedTensorDict) or any(isinstance(one, LazyStackedTensorDict) for one in held)
 

@@ -70,7 +70,7 @@ class MusterEnv(EnvBase):  # type: ignore[misc]  # TorchRL has no type informati
         self.vector_env = envs
         self.group_map: dict[str, list[Any]] = {}
         self._resets_itself = mode is AutoresetMode.SAME_STEP
-        # Envs whose current observation is already the first of a new episode: the last step returned the final one.
+        # Envs with a new episode already begun in their current observation: the last step returned the final one.
         self._fresh = np.zeros(envs.num_envs, np.bool_)
         self._masked_groups: set[str] = set()
         self._td_shape: SingleAgent | AgentGroups

@@ -201,7 +201,7 @@ def adapted(env: EnvBase) -> OneAgent | ManyAgents:
         return OneAgent(env)
     if apart := [path for path in _paths(acts) if path[0] not in groups]:
         raise RecipeError(
-            f"the factory returned a {type_name(env)} whose actions {apart} belong to none of its groups "
+            f"the factory returned a {type_name(env)} with actions {apart} that belong to none of its groups "
             f"{sorted(groups)}; only TorchRL's own collectors take such envs, as muster.interop.torchrl.Collector does"
         )
     named = getattr(env, "group_map", None) or {}
@@ -279,7 +279,7 @@ def _array(leaf: Tensor) -> Any:
 
 
 def _ends(tree: TensorDictBase, count: int = 1) -> tuple[Tensor, Tensor]:
-    """Whether terminated and whether truncated, bool ``[count]``; False where `tree` says nothing of it."""
+    """The flags terminated and truncated, bool ``[count]``; False where `tree` says nothing of it."""
     terminated, truncated, done = (_flat(tree.get(name, None), count) for name in _FLAGS)
     return terminated | (done & ~truncated), truncated
 

@@ -1,4 +1,4 @@
-"""One `EnvBase` in its worker: an env to the engine, whose step carries out one command of TorchRL's verbs.
+"""One `EnvBase` in its worker: an env to the engine; a step carries out one command of TorchRL's verbs.
 
 What goes in and out are the columns; the engine's own action is the command's number, and its observation nothing. So
 whatever the engine does for envs holds here, too: start methods, deaths that are noticed and explained, no orphans.
@@ -110,7 +110,7 @@ class HostedEnv(gymnasium.Env[Any, Any]):
         self._write_given_reset = Writer(of_reset, "the reset's", required)
 
     def learn_keys(self, number: int, keys: Keys) -> None:
-        """Gives a set of keys a number, by which commands name it from now on."""
+        """Gives a set of keys a number; commands name it so from now on."""
         self._key_sets[number:] = [keys]
 
     # ---- commands

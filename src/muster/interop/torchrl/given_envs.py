@@ -1,4 +1,4 @@
-"""What users hand over in the place of functions that build envs: envs that exist already, and an `EnvCreator`."""
+"""Objects in the place of functions that build envs: envs that exist already, and an `EnvCreator`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def explained(fns: Sequence[Any], label: str) -> CannotTravel | None:
 
 
 class SharedCreator:
-    """The factory for an `EnvCreator`, whose envs share its state wherever they are. Made by `sharing`."""
+    """The factory for an `EnvCreator`; its envs share its state wherever they are. Made by `sharing`."""
 
     def __init__(self, creator: Any) -> None:
         self._creator = creator
@@ -58,7 +58,7 @@ class SharedCreator:
         return self._creator(**kwargs)
 
     def _move(self, shared: TensorDictBase) -> None:
-        """Has the creator's tensors use the memory of `shared`, whose values count."""
+        """Has the creator's tensors use the memory and the values of `shared`."""
         for tensor, place in zip(_tensors(self._creator.state_dict()), shared.values(), strict=True):
             tensor.set_(place)
 

@@ -30,7 +30,7 @@ class Codec:
 
     categorical: True for discrete values as integers, False for one-hot vectors. The tensors count from 0, wherever the
     space starts.
-    Raises UsageError for spaces whose values are no tensors.
+    Raises UsageError for spaces with values that are no tensors.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class SingleAgent:
         return tensors
 
     def with_finals(self, observations: Tensors, infos: Mapping[str, Any], over: Bools) -> Tensors:
-        """`observations` with the final ones in the rows `over`, whose episodes have ended (same_step)."""
+        """`observations` with the final ones in the rows `over`, where episodes have ended (same_step)."""
         arrived: Tensors = _map(torch.clone, observations)
         for row in np.flatnonzero(over).tolist():
             _put(arrived, self.observation_fields(infos["final_obs"][row], {}), row)

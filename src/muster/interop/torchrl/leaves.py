@@ -24,7 +24,7 @@ Leaves = dict[Path, Any]  # tensors, as a rule
 
 
 class Nesting:
-    """The nesting of `tree`, whose tensordicts have batch sizes of their own. device: theirs.
+    """The nesting of `tree`, with the batch sizes of its tensordicts. device: theirs.
 
     Tensordicts that come later are like those of the same name without ``next``, else like those around them.
     """

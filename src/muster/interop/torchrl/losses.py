@@ -24,7 +24,7 @@ _OF_THE_CLASS_ITSELF = ("__doc__", "__new__", "in_keys", "out_keys")
 
 
 class _CopiesAsTwins:
-    """What TorchRL's losses do, with twins of the user's modules where TorchRL makes copies."""
+    """The work of TorchRL's losses, with twins of the user's modules where TorchRL makes copies."""
 
     @functools.wraps(objectives.LossModule.make_value_estimator)
     def make_value_estimator(self, *args: Any, **kwargs: Any) -> Any:

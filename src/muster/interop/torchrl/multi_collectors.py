@@ -57,7 +57,7 @@ MULTI_COLLECTOR = UserCall(
 
 
 class _CollectorsInWorkers:
-    """What both collectors do otherwise than TorchRL's: where workers come from, and how weights get there."""
+    """The differences of both collectors from TorchRL's: the start of workers, and the way of weights."""
 
     _pool: CollectorPool | None = None
 
@@ -106,7 +106,7 @@ class _CollectorsInWorkers:
         files = Files(self.num_workers)
         recipes = self._recipes(context)
         self._pool = pool = CollectorPool(recipes, files, context=context, num_threads=self.num_sub_threads)
-        # Beside a factory the policy only says where weights come from: it has to be sent.
+        # With a factory the policy only says where weights come from: it has to be sent.
         self._seen = {} if any(self.policy_factory) else _copied(self._own_weights())
         self._follow(0)
         self.pipes = [Pipe(pool, worker, self._follow) for worker in range(self.num_workers)]
@@ -157,7 +157,7 @@ class _CollectorsInWorkers:
         if pool is not None:
             try:
                 pool.look()
-            except Exception as error:  # what nobody has been told, since nobody asked a worker that ran free
+            except Exception as error:  # nobody has heard of it, since nobody asked a worker that ran free
                 warnings.warn(f"a collector that ran free had failed: {error}", RuntimeWarning, stacklevel=2)
             pool.close(_TIMEOUT_S if timeout is None else timeout)
 
@@ -202,7 +202,7 @@ class _CollectorsInWorkers:
 
     @property
     def _own_policy(self: Any) -> Any:
-        """The policy that was handed over, also beside a factory."""
+        """The policy that was handed over, also with a factory."""
         beside: Any = self.__dict__.get("_fallback_policy")
         return self.policy if beside is None else beside
 
@@ -310,7 +310,7 @@ def _packed(policy: Any) -> bytes:
         (
             "pass policy_factory=, which builds the policy in each worker",
             *obstacle.ways_out()[1:-1],
-            "use muster.interop.torchrl.Collector, whose policy stays here; with ParallelEnv its envs run in workers",
+            "use muster.interop.torchrl.Collector: its policy stays here, and with ParallelEnv its envs run in workers",
         )
     )
     raise CannotTravel(

@@ -74,7 +74,7 @@ def _with_their_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class ParallelEnv(TheirParallelEnv, metaclass=_EnvsInWorkers):  # type: ignore[misc]  # TorchRL has no type information here
-    """TorchRL's `ParallelEnv`, whose envs are stepped by Muster: no env in the caller, no pickle on a step of tensors.
+    """TorchRL's `ParallelEnv`, with envs that Muster steps: no env in the caller, no pickle on a step of tensors.
 
     create_env_fn: returns an `EnvBase`, or a Gymnasium or PettingZoo env; or a list of such functions.
     mp_start_method: None starts fresh processes, without a fork of the caller.
@@ -280,7 +280,7 @@ class ParallelEnv(TheirParallelEnv, metaclass=_EnvsInWorkers):  # type: ignore[m
     # ---- the verbs
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Steps the envs, and resets those whose episode has ended: the step's data, and the next step's input."""
+        """Steps the envs, and resets those that have ended: the step's data, and the next step's input."""
         if not self._send_plain(tensordict, Command.STEP_AND_RESET):
             both: tuple[TensorDictBase, TensorDictBase] = super().step_and_maybe_reset(tensordict)
             return both

@@ -1,4 +1,4 @@
-"""The pool behind a `ParallelEnv`: the worker processes, and the channels by which TorchRL's verbs speak to them.
+"""The pool behind a `ParallelEnv`: the worker processes, and the channels between them and TorchRL's verbs.
 
 TorchRL's verbs send a message to each env, wait for the envs, and receive what comes back. A channel only notes the
 message; waiting or receiving sends what was noted, to all envs at once: as numbers where the columns hold all the rest,
@@ -62,7 +62,7 @@ class ParallelEnvs:
         return [found[env] for env in envs]
 
     def require_alike(self, first: EnvMetaData) -> None:
-        """Raises ConfigError for an env whose leaves are not those of the first env."""
+        """Raises ConfigError for an env with other leaves than those of the first env."""
         if self.num_envs == 1:
             return
         for env, difference in enumerate(self.vector_env.call("differs_from", schema_of(first))):

@@ -149,7 +149,7 @@ Road = WholeRoad | GymRoad
 
 
 def road_of(env: EnvBase, nesting: Nesting) -> Road:
-    """The shortest road for `env`, whose tensordicts are nested as `nesting`."""
+    """The shortest road for `env`, with tensordicts that are nested as `nesting`."""
     transforms, base = parts_of(env)
     if not has_own_verbs(env):
         return WholeRoad(env, nesting)
@@ -163,7 +163,7 @@ def road_of(env: EnvBase, nesting: Nesting) -> Road:
 
 
 def env_state(env: EnvBase) -> list[Any]:
-    """What the choice of a road depends on, as objects: the road holds while these are the same ones."""
+    """The objects that the choice of a road depends on: it holds while these are the same ones."""
     transforms, base = parts_of(env)
     own = [vars(env).get(name) for name in ("_compiled_step_and_maybe_reset", "_torchrl_native_autoreset")]
     own += [vars(base).get(name) for name in ("_env", "_post_step_mdp_hooks")]
@@ -171,7 +171,7 @@ def env_state(env: EnvBase) -> list[Any]:
 
 
 def _is_small(transform: Transform) -> bool:
-    """Whether `GymRoad` does what the transform does to a plain `GymEnv`."""
+    """True if `GymRoad` does what the transform does to a plain `GymEnv`."""
     if type(transform) is StepCounter:
         return bool(transform.truncated_key == "truncated" and transform.update_done)
     if type(transform) is RewardSum:

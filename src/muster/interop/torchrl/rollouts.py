@@ -27,7 +27,7 @@ _TRAJ_IDS = ("collector", "traj_ids")
 
 
 class Loop:
-    """The rollouts of `collector`, whose keys, values and state are those of TorchRL's loop, bit for bit.
+    """The rollouts of `collector`, with the keys, values and state of TorchRL's loop, bit for bit.
 
     reason: why TorchRL's own loop runs since the collector, its env or its policy has changed; "" while this one does.
     """
@@ -201,7 +201,7 @@ def obstacle(collector: Collector) -> str:
 
 
 def _state_of(collector: Collector) -> list[Any]:
-    """What the decision depends on, as objects: it holds while these are the same ones."""
+    """The objects that the decision depends on: it holds while these are the same ones."""
     return [
         *env_state(collector.env),
         collector._wrapped_policy,

@@ -35,7 +35,7 @@ _VERBS = (
 
 
 def has_own_verbs(env: EnvBase) -> bool:
-    """Whether TorchRL's own `step_and_maybe_reset` steps the env, neither compiled nor with hooks after the step."""
+    """True if TorchRL's own `step_and_maybe_reset` steps the env, neither compiled nor with hooks after the step."""
     kind, own = type(env), vars(env)
     is_changed = any(own.get(name) for name in ("_compiled_step_and_maybe_reset", "_torchrl_native_autoreset"))
     if is_changed or not all(_is_original(kind, name) and name not in own for name in _VERBS):
@@ -46,7 +46,7 @@ def has_own_verbs(env: EnvBase) -> bool:
 
 
 def is_plainly_wrapped(env: EnvBase) -> bool:
-    """Whether nothing but TorchRL's own `TransformedEnv` is around the innermost env."""
+    """True if nothing but TorchRL's own `TransformedEnv` is around the innermost env."""
     while isinstance(env, TransformedEnv):
         if type(env) is not TransformedEnv:
             return False
@@ -96,7 +96,7 @@ class BareEnv:
 
     @property
     def applies(self) -> bool:
-        """Whether TorchRL's steps are still the env's: its users may have compiled them."""
+        """True if TorchRL's steps are still the env's: its users may have compiled them."""
         return self._env.__dict__.get("_compiled_step_and_maybe_reset") is None and not self._env.run_type_checks
 
     def step(self) -> bool:
@@ -116,7 +116,7 @@ class BareEnv:
         return any(flag.any() for flag in self._flags)
 
     def _completed(self, arrived: TensorDictBase) -> TensorDictBase:
-        """What TorchRL makes of a step's result: rewards and flags of the right shape, and flags that are missing."""
+        """A step's result as TorchRL makes it: rewards and flags of the right shape, and flags that are missing."""
         try:
             completed: TensorDictBase = self._env._step_proc_data(arrived)
         except Exception as error:
@@ -142,7 +142,7 @@ class BareGym:
 
     @property
     def applies(self) -> bool:
-        """Whether the env is still plain: its users may have given it readers of infos."""
+        """True if the env is still plain: its users may have given it readers of infos."""
         return not self._wrapper.info_dict_reader
 
     def step(self) -> bool:

@@ -54,7 +54,7 @@ def versions_here() -> dict[str, str | None]:
 
 
 class VersionCheck(NamedTuple):
-    """What is to be said of a node's versions: the text of an error, and of a warning; empty for none."""
+    """The sentences about a node's versions: an error's and a warning's; empty for none."""
 
     error: str
     warning: str

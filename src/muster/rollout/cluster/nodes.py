@@ -1,4 +1,4 @@
-"""What users wish of a cluster, and who gets which collectors."""
+"""The wishes of users for a cluster, and the shares of its nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muster.rollout.weights import Device
 
 @dataclass(frozen=True)
 class Node:
-    """What is wished of one node host, the process that runs collectors on a machine of a cluster.
+    """A wish for one node host, the process that runs collectors on a machine of a cluster.
 
     collectors: how many it runs; None for a share of those that no other wishes for, in proportion to the nodes' CPUs.
     cpus: the CPUs that it asks for; None for one for each of its collectors.
@@ -57,7 +57,7 @@ class RayCluster:
     nodes: the number of node hosts, or wishes for each; None for one on each machine that has a free CPU, at most one
         for each collector.
     runtime_env: as for Ray's actors, such as ``{"working_dir": "."}``.
-    placement_group: one of Ray's, whose bundle i the i-th node host gets; None spreads them over machines.
+    placement_group: one of Ray's; the i-th node host gets its bundle i; None spreads them over machines.
     node_timeout: seconds without a sign of life after which a node is lost.
     min_nodes: with ``on_failure="restart"``, fewer that are up are an error.
 
@@ -110,10 +110,10 @@ def shares(num_collectors: int, places: Sequence[Site]) -> list[range]:
     rest = num_collectors - wished
     if not places or rest < len(among) or (rest and not among):
         raise ConfigError(
-            f"num_collectors={num_collectors} cannot be split between {len(places)} nodes, of which "
-            f"{len(places) - len(among)} ask for {wished} in all: each node needs one, and each collector a node"
+            f"num_collectors={num_collectors} cannot be split between {len(places)} nodes: "
+            f"{len(places) - len(among)} ask for {wished} in all, each node needs one, and each collector a node"
         )
-    # One for each; the others go one by one to the node whose CPUs have the fewest.
+    # One for each; the others go one by one to the node with the fewest for its CPUs.
     counts = [1 if place.collectors is None else place.collectors for place in places]
     for _ in range(rest - len(among)):
         _, i = min((counts[i] / max(places[i].cpus, 0.001), i) for i in among)

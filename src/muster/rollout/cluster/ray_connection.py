@@ -44,8 +44,8 @@ _FOLDER = "muster-ray-"
 _LONGEST_FOLDER = 30  # the sockets below it have 65 more characters of the 107 that a socket's name may have
 _STARTING = "`ray start --head --disable-usage-stats`"
 
-# Each step of the child is a line of JSON. It says what Ray's exceptions are and not what they tell; the alarm ends it
-# where its parent cannot. Ray's own prints go to stderr.
+# Each step of the child is a line of JSON. It has the classes of Ray's exceptions and not their texts; the alarm ends
+# it where its parent cannot. Ray's own prints go to stderr.
 _CHILD = """
 import json, os, platform, signal, socket, sys
 signal.alarm(60)
@@ -112,7 +112,7 @@ class Connection:
     def used(self, *, asks_head: bool = False) -> Iterator[Any]:
         """Encloses short calls of `ray`, the module, which is what it gives. Raises ConnectionLost.
 
-        asks_head: whether one waits for the head, by which Ray ends this process where no answer comes.
+        asks_head: true for calls that wait for the head; Ray ends this process where no answer comes.
         """
         gone = asks_head and not self.why_lost() and not self._head_answers()
         with self._calls:
@@ -127,7 +127,7 @@ class Connection:
                 self._calls.notify_all()
 
     def is_there(self) -> bool:
-        """Whether this is still the process's connection."""
+        """True if this is still the process's connection."""
         return self.ray.is_initialized() and self._job_here() == self._job
 
     def _job_here(self) -> str:
@@ -195,7 +195,7 @@ _shared: Connection | None = None
 
 
 def connect(address: str | None = "auto", runtime_env: RuntimeEnv = None) -> Connection:
-    """A connection of this process, by which `ray` can be used.
+    """A connection of this process, for the use of `ray`.
 
     address: the head's ``host:port``; ``"auto"`` or None for RAY_ADDRESS, else this machine's cluster; ``"local"`` for
     a new one on 127.0.0.1, which ends with the connection. What is initialised counts before "auto" and "local": a
@@ -312,7 +312,7 @@ def _proxied(named: str) -> str:
 
 
 def _of_environment() -> str | None:
-    """What RAY_ADDRESS names. Raises ConfigError for what is no address."""
+    """The address in RAY_ADDRESS. Raises ConfigError for what is no address."""
     address = os.environ.get("RAY_ADDRESS")
     if not address or address == "auto":
         return None

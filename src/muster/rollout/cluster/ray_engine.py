@@ -93,7 +93,7 @@ class RayHost(Host):
             return _Unasked()  # `wait` says so
 
     def is_placed(self, ray: Any) -> bool:
-        """Whether a process is there for it."""
+        """True if a process is there for it."""
         return bool(ray._private.state.actors(self._actor._actor_id.hex())["Pid"])
 
     def kill(self) -> None:
@@ -104,7 +104,7 @@ class RayHost(Host):
 
 @dataclass(frozen=True)
 class _Spot:
-    """Where a node host is to be. node_id: of the machine, where that is settled.  cpus: those it may have there."""
+    """A place for a node host. node_id: of the machine, where that is settled.  cpus: those it may have there."""
 
     wish: Node
     cpus: float
@@ -268,7 +268,7 @@ def _in_words(resources: Mapping[str, float]) -> str:
 
 
 def _in_a_line(ray: Any, error: Exception) -> str:
-    """What Ray says, by the error alone: the head may be gone with the node."""
+    """The words of Ray, by the error alone: the head may be gone with the node."""
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return "its machine does not answer"
     said = f"{error}"

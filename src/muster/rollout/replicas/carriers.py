@@ -68,7 +68,7 @@ class Carrier(ABC):
         """Ends batches that are under way early. For any thread."""
 
     def follow(self, weights: SharedWeights) -> None:
-        """Has places follow `weights`, of which there is a new version."""
+        """Has places follow `weights`, which have a new version."""
 
 
 class Blocks(Carrier):

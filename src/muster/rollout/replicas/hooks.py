@@ -20,7 +20,7 @@ from muster.rollout.replicas.replica import COUNTS, Begin
 
 
 class ReplicaFailed(Exception):
-    """What a replica has raised, until the learner's side makes the user's error of it.
+    """The exception of a replica, until the learner's side makes the user's error of it.
 
     name: of the collector.  is_final: restarting the replica's envs did not help.
     """
@@ -76,11 +76,11 @@ class PlaceHooks(Hooks):
         self.notes: list[str] = []
 
     def begin(self, place: int) -> Message:
-        """The question by which the collectors of a place begin new episodes, with their seeds and frames."""
+        """The question that has the collectors of a place begin new episodes, with their seeds and frames."""
         raise NotImplementedError
 
     def launches(self, seeds: Sequence[int | None]) -> MemoryPlan | None:
-        """Takes the seeds of the collectors that start; returns the plan by which memory is judged meanwhile."""
+        """Takes the seeds of the collectors that start; returns the plan for judging memory meanwhile."""
         raise NotImplementedError
 
     def started(self, fields: ReplicaFields) -> None:

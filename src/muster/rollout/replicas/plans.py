@@ -66,7 +66,7 @@ class ReplicaPlan:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """What a `ReplicaPool` runs. plans: one for each collector; their contents are `ReplicaPlan`s.
+    """The plan of a `ReplicaPool`. plans: one for each collector; their contents are `ReplicaPlan`s.
 
     sync, threshold: as below.
     """

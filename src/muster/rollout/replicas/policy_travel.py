@@ -56,7 +56,7 @@ class PolicyObstacle(NamedTuple):
         return (
             "pass policy_factory=, which builds the policy in each collector",
             travels,
-            "use muster.Collector, whose policy always stays here, if staying is what you want",
+            "use muster.Collector if you want the policy to stay here",
         )
 
     def _rebuildable(self) -> str:

@@ -186,7 +186,7 @@ class Replica(RecipeResident):
         return super().answer(question)
 
     def _sent(self, answers: list[Any]) -> list[Any]:
-        """The answers of the envs, of which a host in this process has made failures for this process."""
+        """The answers of the envs as they leave this process; their failures were made within it."""
         dumps, recipes, worker = self._here.dumps, self._plan.recipes, self._here.info.worker_index
         assert dumps is not None
         assert not isinstance(recipes, bytes)

@@ -46,7 +46,7 @@ class ReplicaPool:
         self._plan, self._pool, self._carrier, self._hooks = plan, pool, carrier, hooks
         self._places, self._most = range(len(hooks.collectors)), max(map(len, hooks.collectors))
         self._ready: deque[Filled] = deque()
-        self._afresh: set[int] = set()  # places whose next batch begins new episodes
+        self._afresh: set[int] = set()  # places that begin new episodes with their next batch
         self._questions, self._batches = pool.round(), pool.round()
         weakref.finalize(self, close_abandoned, pool.close)
 

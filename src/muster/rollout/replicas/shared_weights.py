@@ -28,8 +28,8 @@ def shapes_of(weights: Mapping[str, Tensor]) -> WeightShapes:
 class SharedWeights:
     """One learner's weights in shared memory, for replicas in other processes; a version counts the updates.
 
-    Weights, version, and the place of what travels beside them change in one copy: an update that a handler of a signal
-    ends changes all of them, or nothing.
+    Weights, version, and the place of their extras change in one copy: an update that a signal's handler ends changes
+    all of them, or nothing.
     A lock of the kernel keeps readers and writers apart, and ends with the process that holds it: no reader sees half
     an update, and a process that dies leaves nobody locked out. Threads of one process share that lock; a second lock
     keeps them apart.
@@ -40,7 +40,7 @@ class SharedWeights:
     def __init__(self, like: Mapping[str, Tensor], fd: int) -> None:
         like = dict(sorted(like.items()))  # modules that register the same weights in another order fit, too
         places: dict[str, int] = {}
-        size = CACHE_LINE  # of the version, and of place and length of what travels beside the weights
+        size = CACHE_LINE  # of the version, and of place and length of the extras
         for name, tensor in like.items():
             places[name] = size
             size += (tensor.numel() * tensor.element_size() + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
@@ -74,7 +74,7 @@ class SharedWeights:
         copies: Copies = (),
         make: Callable[[Copies], None] = copy_all,
     ) -> int:
-        """Publishes `weights` as a whole, and what travels beside them; returns their version.
+        """Publishes `weights` as a whole, with their extras; returns their version.
 
         copies: others, to be made together with these, into tensors that `weights` may lie in.  make: makes all.
         Raises SpecMismatch where weights differ in kind.
@@ -87,7 +87,7 @@ class SharedWeights:
         return self._locked(fcntl.LOCK_SH, lambda: {name: shared.clone() for name, shared in self._tensors.items()})
 
     def beside(self) -> bytes:
-        """What was published beside the latest version."""
+        """The extras of the latest version."""
         return self._locked(fcntl.LOCK_SH, self._beside)
 
     def image(self) -> tuple[int, bytes]:
@@ -97,7 +97,7 @@ class SharedWeights:
     def read_into(self, weights: Mapping[str, Tensor], known: int) -> tuple[int, bytes]:
         """Copies the latest version into `weights`, unless that is the `known` one.
 
-        Returns its number, and what was published beside it; nothing for the `known` one.
+        Returns its number, and its extras; nothing for the `known` one.
         """
         return (known, b"") if self.version == known else self._locked(fcntl.LOCK_SH, self._read_into, weights)
 
@@ -146,7 +146,7 @@ def install(fd: int, image: bytes | memoryview) -> None:
 
 
 Publication = tuple[SharedWeights, Mapping[str, Tensor], bytes]
-"""Weights, where they go, and what travels beside them."""
+"""Weights, their destinations, and their extras."""
 
 
 def write_all(publications: Sequence[Publication], copies: Copies = ()) -> None:
