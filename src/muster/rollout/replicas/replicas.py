@@ -64,7 +64,8 @@ class Replicas:
         runs: Callable[[PoolPlan, int, Kept], ReplicaPool] = in_processes,
     ) -> None:
         self._firsts = split_evenly(len(recipes), count)
-        self._facts, self._seed, self._call_words = facts, seed, recipes[0].call
+        self._facts = facts
+        self._seed, self._call_words = seed, recipes[0].call
         self._count, self._forks = count, processes.context == "fork"
         self._pack = packer(self._call_words, forked=self._forks)
         self._envs = range(len(recipes))
