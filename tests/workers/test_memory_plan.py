@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -71,7 +69,8 @@ def test_too_many_envs_are_refused_after_the_first_two(tmp_path, left, context):
     assert "200 MB are left (of a limit made up by the test)" in said
     assert 'memory_check="warn"' in said
     assert max(built(tmp_path)) < 20  # the other worker had not begun
-    assert psutil.Process().children(recursive=True) == before
+    left_over = set(psutil.Process().children(recursive=True)) - set(before)
+    assert [one for one in left_over if one.name() != "muster-launcher"] == []  # which tests keep
 
 
 def test_the_number_that_would_fit_fits(tmp_path, left):
@@ -102,13 +101,10 @@ def test_a_warning_where_that_is_asked_for(tmp_path, left):
         envs.reset()
 
 
-@pytest.mark.parametrize(("left_mb", "helps"), [(1000, True), (900, False)])
-def test_fewer_processes_are_advised_where_they_would_fit(left, left_mb, helps):
-    left(left_mb * 1_000_000)
-    plan = resources.MemoryPlan(20, 20, "error", 2)
-    with pytest.raises(NotEnoughMemory) as raised:  # 19 more processes of 10 MB, 19 more envs of 50 MB
-        plan.accepts((10_000_000, 60_000_000))
-    assert ("may share processes." in str(raised.value)) is helps
+def test_fewer_processes_are_advised_where_each_env_has_one(tmp_path, left):
+    left(200_000_000)
+    with pytest.raises(NotEnoughMemory, match=r"may share processes\."):
+        muster.make_vec(Big, 20, env_kwargs={"notes": str(tmp_path)}, context="fork")
 
 
 @pytest.mark.parametrize("caller_steps", [False, *slow(True)])
@@ -173,22 +169,6 @@ def test_replicas_are_built_at_the_same_time(tmp_path: Path, left, left_bytes: i
         assert built(tmp_path) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("num_workers", [8, *slow(2)])
-@pytest.mark.parametrize("first", [100_000_000, *slow(9 * 10**9)])
-def test_what_is_left_is_looked_at_while_envs_are_built(tmp_path: Path, monkeypatch, num_workers: int, first: int):
-    counts = itertools.chain([first] * 5, itertools.repeat(first // 10 - 1))
-    monkeypatch.setattr(resources, "memory_left", lambda: (next(counts), "of a limit made up by the test"))
-    before = psutil.Process().children(recursive=True)
-    kwargs = {"notes": str(tmp_path), "most_s": 19.0}
-    with pytest.raises(NotEnoughMemory) as raised:
-        muster.make_vec(Together, 8, num_workers=num_workers, env_kwargs=kwargs, start_timeout=10)
-    said = str(raised.value)
-    assert f"8 envs in {num_workers} processes will not fit into memory" in said
-    assert re.search(r"are left \(of a limit made up by the test\). About [1-7] envs would fit", said)
-    assert 'memory_check="warn"' in said
-    assert [one for one in psutil.Process().children() if one not in before and one.name() != "muster-launcher"] == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("check", ["error", "warn"])
@@ -245,17 +225,6 @@ def test_the_tightest_cgroup_counts_and_idle_page_cache_does_not(tmp_path, monke
     assert resources.memory_left()[0] == 400_000
     write_cgroup(own, {"memory.max": "500000", "memory.current": "600000"})
     assert resources.memory_left()[0] == 0
-
-
-def test_version_1_of_cgroups_counts_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(resources, "CGROUP", tmp_path)
-    monkeypatch.setattr(resources, "_own_cgroup", lambda: tmp_path)
-    write_cgroup(tmp_path / "memory", {"memory.limit_in_bytes": "700000", "memory.usage_in_bytes": "500000"})
-    read = resources.read_text
-    monkeypatch.setattr(
-        resources, "read_text", lambda path: "4:memory:/box\n" if path == Path("/proc/self/cgroup") else read(path)
-    )
-    assert resources.memory_left() == (200_000, "of the cgroup's memory.limit_in_bytes=700000")
 
 
 def test_without_cgroups_the_machine_is_the_limit(tmp_path, monkeypatch):

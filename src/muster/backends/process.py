@@ -29,7 +29,7 @@ from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import standard_fds
 from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
 from muster.pool.pool import Pool
-from muster.pool.resources import MemoryPlan, Usage, usable_cores, usage_of
+from muster.pool.resources import MAY_SHARE, MemoryPlan, Usage, usage_of
 from muster.pool.set_up import Processes
 from muster.pool.unique_indices import UniqueIndices
 from muster.pool.verbs import Successor
@@ -147,8 +147,7 @@ class ProcessBackend(PooledBackend):
         if count == 1 or not self.num_workers or options.memory_check == "off":
             return None
         one_each = options.num_workers + options.caller_steps == count and not options.one_env_per_process
-        fewer = min(usable_cores(), count) if one_each else None
-        return MemoryPlan(count, options.num_workers, options.memory_check, fewer)
+        return MemoryPlan(count, options.num_workers, options.memory_check, MAY_SHARE if one_each else "")
 
     def _build_local(self) -> list[EnvFacts]:
         if not self._options.caller_steps:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from muster.pickling.shared_pickling import use_tracker
@@ -30,21 +29,6 @@ def take_over(inherited: Inherited, fds: Sequence[int]) -> Sequence[int]:
 
         multiprocessing.process.current_process().authkey = inherited.authkey
     return fds[: inherited.num_fds]
-
-
-@contextlib.contextmanager
-def start_method_left() -> Iterator[None]:
-    """Leaves the choice of multiprocessing's start method to the body, as if nothing had been imported before it.
-
-    TorchRL's import, for example, chooses one. That counts after the body, if there nobody chooses another.
-    """
-    loaded: Any = sys.modules.get("multiprocessing")
-    chosen = None if loaded is None else loaded.get_start_method(allow_none=True)
-    if chosen is not None:
-        loaded.set_start_method(None, force=True)
-    yield
-    if chosen is not None and loaded.get_start_method(allow_none=True) is None:
-        loaded.set_start_method(chosen)
 
 
 def after_fork() -> None:

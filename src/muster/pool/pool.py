@@ -205,7 +205,7 @@ class Pool(BasePool[Place]):
             self._notice.check()
             self.deliver_logs()
             if judge is not None:
-                judge.look(self._starting.reports, [place.process.pid for place in self._places])
+                judge.look(self._starting.reports)
             if heard:
                 continue
             late = next((place for place in owed if place.failed is None and place.start_left_s() == 0.0), None)

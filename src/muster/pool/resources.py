@@ -21,18 +21,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """The cores that this process may keep busy: affinity and cgroup quota (v2 and v1), at least 1."""
+    """The cores that this process may keep busy, by its affinity and its cgroup's quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     return max(1, min(cores, round(quota))) if quota else cores
 
 
 def cpu_quota() -> float | None:
-    """The cgroup's limit of CPU time, in cores (v2 and v1); None where there is none."""
-    return _quota_v2() or _quota_v1()
-
-
-def _quota_v2() -> float | None:
+    """The cgroup's limit of CPU time, in cores; None where there is none."""
     limits = []
     for folder in _up_to(CGROUP, _own_cgroup()):
         fields = read_text(folder / "cpu.max").split()
@@ -41,37 +37,21 @@ def _quota_v2() -> float | None:
     return min(limits, default=None)
 
 
-def _quota_v1() -> float | None:
-    quota, period = (read_text(CGROUP / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    return int(quota) / int(period) if quota and period and int(quota) > 0 else None
-
-
 def memory_left() -> tuple[int, str]:
     """Bytes that this process and its children may still take, and what sets that limit: a cgroup or the machine."""
     fields = dict(line.split(":") for line in read_text(Path("/proc/meminfo")).splitlines())
     limits = [(sys.maxsize, "no limit is known")]
     if "MemAvailable" in fields:
         limits.append((int(fields["MemAvailable"].split()[0]) * 1024, "free in this machine"))
-    for folder, limit_name, usage_name, cache_name in _memory_cgroups():
-        limit, usage = read_text(folder / limit_name).strip(), read_text(folder / usage_name).strip()
+    for folder in _up_to(CGROUP, _own_cgroup()):
+        limit, usage = (read_text(folder / f"memory.{name}").strip() for name in ("max", "current"))
         if not limit.isdigit() or not usage.isdigit():
             continue
         statistics = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
         # The kernel frees the page cache of files that nobody reads when memory gets short.
-        used = int(usage) - int(statistics.get(cache_name, 0))
-        limits.append((max(0, int(limit) - used), f"of the cgroup's {limit_name}={limit}"))
+        used = int(usage) - int(statistics.get("inactive_file", 0))
+        limits.append((max(0, int(limit) - used), f"of the cgroup's memory.max={limit}"))
     return min(limits)
-
-
-def _memory_cgroups() -> Iterator[tuple[Path, str, str, str]]:
-    """The cgroups whose memory limits count here: folder, and the names of limit, usage and idle page cache."""
-    for folder in _up_to(CGROUP, _own_cgroup()):
-        yield folder, "memory.max", "memory.current", "inactive_file"
-    for line in read_text(Path("/proc/self/cgroup")).splitlines():  # version 1
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            for folder in _up_to(CGROUP / "memory", CGROUP / "memory" / path.lstrip("/")):
-                yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 
 
 _OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EFBIG)
@@ -228,53 +208,38 @@ MEMORY_CHECKS = ("error", "warn", "off")
 # With so much for each env all are built at once; else the first has so long alone, so that it may be measured.
 _ROOM_BYTES = 10**9
 _ALONE_S = 1.0
-_LOOK_EVERY_S = 0.1
 MAY_SHARE = "Envs that share nothing, as `muster doctor` finds out, may share processes."
 
 
 class MemoryPlan:
-    """The memory that `num_envs` envs in `num_workers` workers will need.
+    """The memory that `num_envs` envs in `num_workers` workers will need, as it is judged while they are built.
 
-    check: one of `MEMORY_CHECKS`, but not "off".  fewer_workers: so many could share the envs, if these allow it; None
-    where the user has chosen the number.  has_room: whether all may be built at once.
+    check: one of `MEMORY_CHECKS`, but not "off".  advice: a sentence for the error.
+    has_room: whether all may be built at once.
     """
 
-    def __init__(self, num_envs: int, num_workers: int, check: str, fewer_workers: int | None) -> None:
-        self._num_envs = num_envs
-        self._num_workers = num_workers
-        self._check = check
-        self._fewer_workers = fewer_workers
-        self._warned = False
+    def __init__(self, num_envs: int, num_workers: int, check: str, advice: str = "") -> None:
+        self._num_envs, self._num_workers = num_envs, num_workers
+        self._check, self._advice = check, advice
         self._left_at_first = memory_left()[0]
         self.has_room = self._left_at_first >= num_envs * _ROOM_BYTES
         self._others_at = math.inf  # time.monotonic() from which on the others may be built, whatever the first needs
-        self._look_at = 0.0
 
     @property
     def others_begin(self) -> bool:
         """Whether the workers after the first may build."""
         return time.monotonic() >= self._others_at
 
-    def look(self, reports: list[tuple[int, ...]], workers: Sequence[int]) -> None:
-        """Takes the reports of the first worker, and looks every 0.1 s at what is left. Called while any worker builds.
+    def look(self, reports: list[tuple[int, ...]]) -> None:
+        """Takes the reports of the first worker. Called while any worker builds.
 
-        reports: see `accepts`; the empty one comes as it begins.  workers: pids. Raises or warns as `accepts` does.
+        reports: see `accepts`; the empty one comes as it begins. Raises or warns as `accepts` does.
         """
-        now = time.monotonic()
         while reports:
             if not (built := reports.pop(0)):
-                self._others_at = now + _ALONE_S
+                self._others_at = time.monotonic() + _ALONE_S
             elif self._others_at and self.accepts(built):
                 self._others_at = 0.0
-        left_bytes, limit = memory_left() if now >= self._look_at else (sys.maxsize, "")
-        self._look_at = max(self._look_at, now + _LOOK_EVERY_S) if limit else self._look_at
-        if left_bytes < self._left_at_first / 10:
-            held = [_of_all(pid, private_bytes) or 0 for pid in workers]
-            most = min(self._num_envs - 1, self._left_at_first * self._num_envs // (self._num_workers * max(1, *held)))
-            self._refuse(
-                f"so far the workers hold {_size(sum(held))} ({_size(max(held))} at most in one), and "
-                f"{_size(left_bytes)} of {_size(self._left_at_first)} are left ({limit}). About {most} envs would fit."
-            )
 
     def accepts(self, built: Sequence[int]) -> bool:
         """Whether the others may be built, too, after one more env of the first worker's.
@@ -295,32 +260,23 @@ class MemoryPlan:
         while self._needed(most + 1, built) <= left_bytes:
             most += 1
         message = (
-            f"beside the first {count} it "
-            f"needs about {_size(needed)} ({_size(env_bytes)} for an env, {_size(worker_bytes)} for a worker, measured "
-            f"in the first one), and {_size(left_bytes)} are left ({limit}). About {most} envs would fit."
-        )
-        if self._fewer_workers is not None and self._needed(self._num_envs, built, self._fewer_workers) <= left_bytes:
-            message += f" {MAY_SHARE}"
-        self._refuse(message)
-        return True
-
-    def _refuse(self, why: str) -> None:
-        processes = f"{self._num_workers} process{'es' * (self._num_workers > 1)}"
-        message = f"{self._num_envs} envs in {processes} will not fit into memory: {why}"
+            f"{self._num_envs} envs in {self._num_workers} process{'es' * (self._num_workers > 1)} will not fit into "
+            f"memory. After the first {count} about {_size(needed)} are needed ({_size(env_bytes)} for an env, "
+            f"{_size(worker_bytes)} for a worker, measured in the first one), and {_size(left_bytes)} are left "
+            f"({limit}). About {most} envs would fit. {self._advice}"
+        ).rstrip()
         if self._check == "error":
             raise NotEnoughMemory(f'{message} To try all the same: memory_check="warn".')
-        if not self._warned:
-            self._warned = True
-            warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
+        warnings.warn(message, ResourceWarning, stacklevel=caller_stacklevel())
+        return True
 
-    def _needed(self, num_envs: int, built: Sequence[int], num_workers: int | None = None) -> int:
+    def _needed(self, num_envs: int, built: Sequence[int]) -> int:
         """Bytes for `num_envs` envs and their workers, without those that are built already.
 
         Too many for envs that share workers, if only one is built and it has loaded big libraries.
-        num_workers: None for those of the plan.
         """
         worker_bytes, env_bytes = _costs(built)
-        workers = min(num_workers or self._num_workers, num_envs)
+        workers = min(self._num_workers, num_envs)
         return (workers - 1) * worker_bytes + (num_envs - len(built) + 1) * env_bytes
 
 

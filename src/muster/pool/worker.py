@@ -22,7 +22,7 @@ import numpy as np
 from muster._core import EXIT_FDS_CLOSED, EXIT_NO_THREADS, MARK, STACK_SIGNAL, Doing, kill_started, start_watchdog
 from muster.errors import UnknownMessage
 from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
-from muster.pool.inherit_in_worker import after_fork, finish_queues, start_method_left, take_over
+from muster.pool.inherit_in_worker import after_fork, finish_queues, take_over
 from muster.pool.logs import LogForwarding
 from muster.pool.messages import (
     Answer,
@@ -223,11 +223,7 @@ class Worker:
             forked=self._inherited is not None,
             is_judged=order.is_judged,
         )
-        if self._inherited is None:
-            with start_method_left():
-                plan = self._set_up(order, here, kind)
-        else:
-            plan = self._set_up(order, here, kind)
+        plan = self._set_up(order, here, kind)
         if order.awaits_build:
             with self._activity.of(Doing.NOTHING):
                 expect(Build, self._channel.recv())

@@ -214,11 +214,11 @@ class Starting(CountingEnv):
 
 
 def choose_fork():
-    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method("fork", force=True)
 
 
 @pytest.mark.parametrize(("init", "expected"), [(None, "spawn"), (choose_fork, "fork")])
-def test_the_start_method_in_fresh_workers_is_torchrls_unless_worker_init_chooses_one(init, expected, capfd):
+def test_the_start_method_in_fresh_workers_is_torchrls_unless_worker_init_forces_one(init, expected, capfd):
     # TorchRL is imported before workers are forked from what has imported it, and chooses one then.
     env = ParallelEnv(1, Starting, mp_start_method="forkserver", worker_init=init)
     env.reset()

@@ -13,7 +13,7 @@ from muster.pool.deaths import Nouns
 from muster.pool.messages import Failed, Message
 from muster.pool.place import Budget, Plan
 from muster.pool.pool import Pool
-from muster.pool.resources import MemoryPlan, figures, usable_cores
+from muster.pool.resources import MemoryPlan, figures
 from muster.pool.verbs import Hooks, Successor
 from muster.rollout.replicas.plans import ReplicaFields
 from muster.rollout.replicas.replica import COUNTS, Begin
@@ -130,7 +130,7 @@ class ReplicaHooks(PlaceHooks):
         for plan, seed in zip(self.plans, seeds, strict=True):
             plan.seed(seed)
         count = len(self.plans)
-        return MemoryPlan(count, count, "error", min(usable_cores(), count)) if count > 1 else None
+        return MemoryPlan(count, count, "error") if count > 1 else None
 
     def begin(self, place: int) -> Begin:
         return Begin(self.seeds[place])
