@@ -5,7 +5,7 @@ import copy
 import gymnasium as gym
 import pytest
 
-from muster.pool.set_up import choose_init
+from muster.pool.set_up import Processes
 from muster.recipes.recipe import make_recipes
 from muster.vector.packing import count_processes
 
@@ -30,5 +30,4 @@ def test_envs_of_known_ids_without_windows_share_one_per_core(env, env_kwargs):
 
 def _processes(env, env_kwargs, asked):
     recipes = make_recipes(env, 4, env_kwargs)
-    init = choose_init(None, starts_fresh=True)
-    return count_processes(recipes, asked, 2, "forkserver", 60.0, packs=True, worker_env=None, init=init)
+    return count_processes(recipes, asked, 2, Processes(), 60.0, packs=True)

@@ -41,7 +41,7 @@ from muster.interop.agreed_spaces import (
     agreed_spaces,
     shareable_spaces,
 )
-from muster.interop.starting import in_this_process, processes, recipes_of, with_lazies
+from muster.interop.starting import in_this_process, limits_of, processes, recipes_of, ways_of, with_lazies
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
@@ -290,17 +290,11 @@ class AsyncVectorEnv(_DropIn):
         self._doing = "step"  # what envs that owe an answer were asked for last
         agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, ASYNC_COMPLAINTS)
         with originals_raised():
-            backend = processes(
-                [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)],
-                context=context,
-                num_workers=num_workers,
-                worker_env=worker_env,
-                worker_init=worker_init,
-                close_limits=FOR_EVER,
-                original_forks=context is None,
-                restarts=(on_failure, max_restarts, step_timeout),
-            )
-            self._start(backend, copy, agree, _raise_last, _REWARD, max_restarts if on_failure == "restart" else None)
+            recipes = [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)]
+            ways = ways_of(context, 1, worker_env, worker_init, original_forks=context is None)
+            limits = limits_of(on_failure, max_restarts, step_timeout)
+            backend = processes(recipes, ways, limits, num_workers)
+            self._start(backend, copy, agree, _raise_last, _REWARD, limits.restarts)
 
     # ---- the calls, each refused while another is pending
 

@@ -31,13 +31,20 @@ from muster.interop.env_calls import (
     SetAttribute,
     of_gymnasium,
 )
-from muster.interop.starting import FromArguments, in_this_process, processes, recipes_of, require_copies
+from muster.interop.starting import (
+    FromArguments,
+    in_this_process,
+    limits_of,
+    processes,
+    recipes_of,
+    require_copies,
+    ways_of,
+)
 from muster.introspection import callable_name, module_name
 from muster.pickling import UserCall
 from muster.pickling.main_module import MAIN_NAMES
 from muster.pickling.walk import Walk
 from muster.pool.environment import WorkerEnv
-from muster.pool.limits import FOR_EVER
 from muster.pool.set_up import WorkerInit
 from muster.recipes.recipe import Recipe
 from muster.spaces.compare import handed_out
@@ -324,17 +331,10 @@ class SubprocVecEnv(MusterVecEnv):
     ) -> None:
         recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
         with originals_raised():
-            backend = processes(
-                recipes,
-                context=start_method,
-                num_workers=num_workers,
-                worker_env=worker_env,
-                worker_init=worker_init,
-                close_limits=FOR_EVER,
-                preloads=(_PACKAGE,) if start_method in (None, "forkserver") and _refer_to_sb3(recipes) else (),
-                restarts=(on_failure, max_restarts, step_timeout),
-            )
-            super().__init__(_Envs(backend, max_restarts if on_failure == "restart" else None))
+            preloads = (_PACKAGE,) if start_method in (None, "forkserver") and _refer_to_sb3(recipes) else ()
+            ways = ways_of(start_method, 1, worker_env, worker_init, preloads=preloads)
+            limits = limits_of(on_failure, max_restarts, step_timeout)
+            super().__init__(_Envs(processes(recipes, ways, limits, num_workers), limits.restarts))
 
 
 def _refer_to_sb3(recipes: Iterable[Recipe]) -> bool:

@@ -20,7 +20,7 @@ from muster.pickling import UserCall
 from muster.pickling import dumps as dumps_carefully
 from muster.pool.deaths import Nouns
 from muster.pool.environment import WorkerEnv
-from muster.pool.limits import CloseLimits, Limits
+from muster.pool.limits import FOR_EVER, Limits
 from muster.pool.messages import Sealed
 from muster.pool.resources import usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init, choose_init_of_drop_in
@@ -34,7 +34,6 @@ from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo, get_worker_info, worker_info_context
 
 _RELEASE_TIMEOUT_S = 2.0
-START_TIMEOUT_S = 300.0
 # Of drop-ins: none has a limit for a start, and one for a step only those that have restarts.
 RESTARTING = Nouns(start_timeout="")
 NOUNS = replace(RESTARTING, step_timeout="")
@@ -68,72 +67,55 @@ def recipes_of(
     return recipes
 
 
+def limits_of(on_failure: str, max_restarts: int, step_timeout: float | None) -> Limits:
+    """The limits of drop-ins that have these keywords; as the originals', their ``close`` waits for everything."""
+    own = {"step_timeout": step_timeout, "on_failure": on_failure, "max_restarts": max_restarts}
+    return Limits(**own, nouns=RESTARTING, closing=FOR_EVER)  # type: ignore[arg-type]  # checks them itself
+
+
 def processes(
     recipes: Sequence[Recipe],
-    *,
-    context: str | None,
+    ways: Processes,
+    limits: Limits,
     num_workers: Asked,
-    worker_env: WorkerEnv | None,
-    worker_init: WorkerInit,
-    close_limits: CloseLimits,
+    *,
     name: str = "num_workers",
-    num_threads: int = 1,
     memory_check: str = "warn",
-    original_forks: bool = False,
-    preloads: tuple[str, ...] = (),
-    restarts: tuple[str, int, float | None] | None = None,
 ) -> ProcessBackend:
     """The backend that steps each env in a process of its own, as the originals do; fewer processes only on request.
 
-    context: as for `multiprocessing`; None never forks the caller.
     num_workers: None for one process per env; a number packs the envs, "auto" where a trial shows that it may.
     name: that argument's name in the drop-in.
-    worker_env, worker_init: as for `muster.make_vec`; without `worker_init` workers run the script's top level where
-    that may set up something, since the originals' workers have it: by running the script, unless original_forks.
-    close_limits: how long the original waits for envs that close.
-    num_threads: threads of each process's numeric libraries.
     memory_check: as for `muster.make_vec`; the originals start whatever is asked for.
-    preloads: modules that all workers need, imported once where `worker_env` changes nothing for them.
-    restarts: on_failure, max_restarts and step_timeout as for `muster.make_vec`; None where the drop-in has no such
-    keywords.
-    Raises ValueError for an unknown context, ConfigError.
+    Raises ConfigError.
     """
-    if context is not None:
-        get_context(context)  # raises ValueError for an unknown name
     asked = check_workers(name, num_workers)
-    how = ways_of(context, num_threads, worker_env, worker_init, original_forks=original_forks, preloads=preloads)
     if isinstance(asked, int):
         workers = min(asked, len(recipes))
     else:
-        workers = count_processes(
-            recipes,
-            asked,
-            usable_cores(),
-            how.context,
-            START_TIMEOUT_S,
-            packs=False,
-            worker_env=worker_env,
-            init=how.init,
-        )
-    limits = Limits(START_TIMEOUT_S, nouns=NOUNS, closing=close_limits)
-    if restarts is not None:
-        on_failure, max_restarts, step_timeout = restarts
-        limits = Limits(
-            *(START_TIMEOUT_S, step_timeout, None, on_failure, max_restarts), nouns=RESTARTING, closing=close_limits
-        )
-    return ProcessBackend(recipes, ProcessOptions(how, limits, workers, memory_check=memory_check))
+        workers = count_processes(recipes, asked, usable_cores(), ways, limits.start_timeout, packs=False)
+    return ProcessBackend(recipes, ProcessOptions(ways, limits, workers, memory_check=memory_check))
 
 
 def ways_of(
     context: str | None,
-    num_threads: int,
+    num_threads: int = 1,
     worker_env: WorkerEnv | None = None,
     worker_init: WorkerInit = None,
     *,
     original_forks: bool = False,
     preloads: tuple[str, ...] = (),
 ) -> Processes:
-    """How the processes of a drop-in start; the arguments are those of `processes`."""
+    """How the processes of a drop-in start.
+
+    context: as for `multiprocessing`; None never forks the caller.  num_threads: of each process's numeric libraries.
+    worker_env, worker_init: as for `muster.make_vec`; without `worker_init` workers run the script's top level where
+    that may set up something, since the originals' workers have it: by running the script, unless original_forks.
+    preloads: modules that all workers need, imported once where `worker_env` changes nothing for them.
+    Raises ValueError for an unknown context, ConfigError.
+    """
+    if context is not None:
+        get_context(context)  # raises ValueError for an unknown name
     method = context or "forkserver"
     init = choose_init_of_drop_in(worker_init, starts_fresh=method != "fork", original_forks=original_forks)
     # What is imported early has read the launcher's variables, not those that workers are given.

@@ -128,9 +128,9 @@ def make_vec(
         are not. Where this process steps envs (serial, thread, `caller_steps`) it calls the function once, too; the
         script has run here already.
     memory_check: what to do if the envs in worker processes will not fit into the memory that the cgroup or the
-        machine has left, estimated from the first ones that were built, or once less than a tenth of that is left while
-        others are built: "error", "warn" or "off". All are built at the same time where that is "off", or where 1 GB is
-        left for each; else those after the first begin once that is known to fit, or after 1 s.
+        machine has left, estimated from the first ones that were built: "error", "warn" or "off". All are built at the
+        same time where that is "off", or where 1 GB is left for each; else those after the first begin once that is
+        known to fit, or after 1 s.
 
     Raises RecipeError, CannotTravel, EnvError (an env could not be built), SpecMismatch (the envs differ), WorkerDied,
     WorkerTimeout, NotEnoughMemory, OneEnvPerProcess, ConfigError.
@@ -165,6 +165,7 @@ def make_vec(
         _refuse_without_processes(backend, one_env_per_process, caller_steps, step_timeout, num_workers)
         refuse_without_processes(worker_env, backend)
     init = choose_init(worker_init, starts_fresh=backend == "process" and context != "fork")
+    processes = replace(processes, init=init)
     if backend == "serial":
         if num_workers is not None:
             raise ConfigError("num_workers", "left out with the serial backend, which has no workers", num_workers)
@@ -181,12 +182,7 @@ def make_vec(
             workers = at_most(num_workers, recipes, caller_steps)
         else:
             packs = all(map(is_known, recipes))
-            count = count_processes(
-                *(recipes, num_workers, cores, processes.context, start_timeout),
-                packs=packs,
-                worker_env=worker_env,
-                init=init,
-            )
+            count = count_processes(recipes, num_workers, cores, processes, start_timeout, packs=packs)
             workers = count - caller_steps
             if caller_steps and not packs and num_workers is None and count > cores:
                 _logger.warning(
@@ -196,22 +192,10 @@ def make_vec(
                     cores,
                     max(cores - 1, 1),
                 )
-        options = ProcessOptions(
-            replace(processes, init=init),
-            limits,
-            workers,
-            caller_steps=caller_steps,
-            one_env_per_process=one_env_per_process,
-            memory_check=memory_check,
+        chosen = ProcessBackend(
+            recipes, ProcessOptions(processes, limits, workers, caller_steps, one_env_per_process, memory_check)
         )
-        chosen = ProcessBackend(recipes, options)
-    stepping = SteppingOptions(
-        autoreset_mode=mode,
-        copy=copy,
-        check_finite=check_finite,
-        max_restarts=limits.restarts,
-        caller_steps=caller_steps,
-    )
+    stepping = SteppingOptions(mode, copy, check_finite, limits.restarts, caller_steps)
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=partial(equal_spaces, bounds=False))
     return vector_env_of(chosen, parts, stepping)
 

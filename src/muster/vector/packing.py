@@ -10,10 +10,10 @@ from typing import Literal
 from muster.arguments import whole
 from muster.errors import CannotTravel, ConfigError
 from muster.hosts.trial import Trials, pack_for_trials
-from muster.pool.environment import Changes, WorkerEnv, first_changes
+from muster.pool.environment import first_changes
 from muster.pool.notices import say_once
 from muster.pool.resources import MAY_SHARE
-from muster.pool.set_up import ChosenInit
+from muster.pool.set_up import Processes
 from muster.recipes.recipe import Recipe, shared_by
 from muster.recipes.recipe_kinds import kinds_of
 from muster.vector.side_by_side import try_side_by_side
@@ -55,33 +55,29 @@ def count_processes(
     recipes: Sequence[Recipe],
     asked: Literal["auto"] | None,
     cores: int,
-    context: str,
+    processes: Processes,
     timeout_s: float,
     *,
     packs: bool,
-    worker_env: WorkerEnv | None,
-    init: ChosenInit,
 ) -> int:
     """The number of processes for envs whose number of workers the user has not given.
 
     asked: "auto" packs the envs where a trial shows that two side by side are what each is alone, and says what it has
     chosen.  packs: whether the envs are known to share nothing, and are packed without a trial, unless they have
-    windows.  timeout_s: seconds for each stage of the trial.
-    worker_env: as for `make_vec`; the trial has the first worker's.
-    init: what workers do before their first env; the trial does it, too.
+    windows.  processes: whose ways the trial's process has, with the first worker's environment.
+    timeout_s: seconds for each stage of the trial.
     """
     count, fewest = len(recipes), min(cores, len(recipes))
     if count == 1:
         return 1
     has_windows = any(one.opens_window for one in recipes)
     if asked == AUTO:
-        changes = first_changes(worker_env)
-        why = "they open windows" if has_windows else _why_apart(recipes, context, timeout_s, changes, init)
-        processes, reason = (fewest, "two of it side by side are what each is alone") if why is None else (count, why)
+        why = "they open windows" if has_windows else _why_apart(recipes, processes, timeout_s)
+        chosen, reason = (fewest, "two of it side by side are what each is alone") if why is None else (count, why)
         names = list(dict.fromkeys(recipe.name for recipe in recipes))
         shown = ", ".join(names[:_MOST_KINDS]) + ", ..." * (len(names) > _MOST_KINDS)
-        say_once(f'"auto": {count} envs of {shown} in {processes} processes: {reason}')
-        return processes
+        say_once(f'"auto": {count} envs of {shown} in {chosen} processes: {reason}')
+        return chosen
     if packs and not has_windows:
         return fewest
     if count > _MANY_PER_CORE * cores:
@@ -90,9 +86,7 @@ def count_processes(
     return count
 
 
-def _why_apart(
-    recipes: Sequence[Recipe], context: str, timeout_s: float, changes: Changes, init: ChosenInit
-) -> str | None:
+def _why_apart(recipes: Sequence[Recipe], processes: Processes, timeout_s: float) -> str | None:
     """The reason why each env needs a process of its own; None where two of each kind, and of any two, may share one.
 
     Envs of one kind differ in numbers and strings alone, see `kinds_of`. No trial is made with objects that the caller
@@ -100,27 +94,26 @@ def _why_apart(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come once more, when workers start
-        if shared := shared_by(recipes, init.function, by_fork=context == "fork"):
+        if shared := shared_by(recipes, processes.init.function, by_fork=processes.context == "fork"):
             return f"the envs share {shared} with this process: not tried"
     kinds = kinds_of(recipes, _MOST_KINDS)
     if kinds is None:
         return f"they are of more than {_MOST_KINDS} kinds, too many to try each beside each"
     pairs = [kind[:2] for kind in kinds if len(kind) > 1]
     pairs += [[one[0], other[0]] for one, other in combinations(kinds, 2)]
-    reasons = (_why_two_apart(pair, context, timeout_s, changes, init) for pair in pairs)
+    reasons = (_why_two_apart(pair, processes, timeout_s) for pair in pairs)
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _why_two_apart(
-    pair: Sequence[Recipe], context: str, timeout_s: float, changes: Changes, init: ChosenInit
-) -> str | None:
+def _why_two_apart(pair: Sequence[Recipe], processes: Processes, timeout_s: float) -> str | None:
+    init = processes.init
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come once more, when workers start
-            packed: bytes | Sequence[Recipe] = pack_for_trials(pair, context, init.function)
+            packed: bytes | Sequence[Recipe] = pack_for_trials(pair, processes.context, init.function)
     except CannotTravel as error:
-        if context != "fork":
+        if processes.context != "fork":
             return f"they cannot be tried: {error.headline}"
         packed = pair
-    tried = try_side_by_side(Trials(packed, timeout_s, changes, init), gives_up=True)
+    tried = try_side_by_side(Trials(packed, timeout_s, first_changes(processes.worker_env), init), gives_up=True)
     return tried.unknown or tried.disturbed

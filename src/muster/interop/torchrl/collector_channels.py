@@ -23,14 +23,14 @@ from muster._core import map_fd
 from muster.errors import ClosedError, ConfigError, NotPendingError, SpecMismatch, WaitTimeout
 from muster.hosts.failures import Failure, not_rebuilt_here
 from muster.hosts.recipe_plans import Recipes, plans_of
-from muster.interop.starting import NOUNS, START_TIMEOUT_S, sealed, ways_of
+from muster.interop.starting import NOUNS, sealed, ways_of
 from muster.interop.torchrl.collector_worker import FLAG_BYTES, Ask, CollectBy, CollectorPlan, Placed, Put, Way
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import close_abandoned
 from muster.pool.limits import Limits, in_all
 from muster.pool.messages import Failed
 from muster.pool.pool import Pool
-from muster.pool.resources import MemoryPlan, usable_cores
+from muster.pool.resources import MemoryPlan
 from muster.pool.verbs import Answered, Hooks, Lost, Round
 from muster.recipes.recipe import Recipe
 from muster.rollout.replicas.shared_weights import SharedWeights, write_all
@@ -89,7 +89,7 @@ class CollectorPool:
         self._pool = _pool_of(recipes, files, context, num_threads)
         self._messages, self._collecting = self._pool.round(), self._pool.round()
         self._finalizer = weakref.finalize(self, close_abandoned, self._pool.close, files.end_free_runs)
-        facts = self._pool.start(MemoryPlan(count, count, "warn", min(usable_cores(), count)) if count > 1 else None)
+        facts = self._pool.start(MemoryPlan(count, count, "warn") if count > 1 else None)
         self._pool.never_replaces()
         self._uses_buffers = [one.uses_buffers for one in facts]
         self.loop_reason: str = next((one.loop_reason for one in facts if one.loop_reason), "")
@@ -298,7 +298,7 @@ class CollectorPool:
 
 
 def _pool_of(recipes: Sequence[Recipe], files: Files, context: str, num_threads: int) -> Pool:
-    ways, limits = ways_of(context, num_threads, preloads=PRELOADS), Limits(START_TIMEOUT_S)
+    ways, limits = ways_of(context, num_threads, preloads=PRELOADS), Limits()
     count, call = len(recipes), recipes[0].call
 
     def content(own: Recipes, envs: range) -> CollectorPlan:

@@ -15,14 +15,15 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from torchrl.envs.common import EnvMetaData
 
-from muster.interop.starting import processes, sealed
+from muster.interop.starting import NOUNS, processes, sealed, ways_of
 from muster.interop.torchrl.collector_channels import Refused
 from muster.interop.torchrl.columns import Columns, EnvRows
 from muster.interop.torchrl.env_worker import NO_KEYS, Command, schema_of
 from muster.interop.torchrl.leaves import Key, Keys
-from muster.pool.limits import CloseLimits, in_all
+from muster.pool.limits import Limits, in_all
 from muster.recipes.recipe import Recipe
 from muster.vector.assemble import LENIENT, vector_env_of
+from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import originals_raised
 from muster.vector.vector_env import VectorEnv
@@ -34,12 +35,13 @@ _COMMANDS = {"step": Command.STEP, "step_and_maybe_reset": Command.STEP_AND_RESE
 
 
 class ParallelEnvs:
-    """The worker processes of one `ParallelEnv`, which have built its envs. options: others of `processes`."""
+    """The worker processes of one `ParallelEnv`, which have built its envs. options: of `ways_of`."""
 
-    def __init__(self, recipes: Sequence[Recipe], *, context: str | None, **options: Any) -> None:
+    def __init__(self, recipes: Sequence[Recipe], num_workers: Asked, memory_check: str, **options: Any) -> None:
         self.num_envs = len(recipes)
         self._arguments = [(recipe.labels[1], recipe.kwargs) for recipe in recipes]
-        self.start_method = context or "forkserver"  # of the processes, as the user has asked for it
+        ways = ways_of(preloads=PRELOADS, **options)
+        self.start_method = ways.context
         self._key_sets: dict[Keys, int] = {}
         self._noted: dict[int, tuple[Any, Any]] = {}
         self._answers: dict[int, Any] = {}
@@ -47,7 +49,7 @@ class ParallelEnvs:
         self._has_objects = False
         with originals_raised():
             self._backend = processes(
-                recipes, context=context, name="num_processes", close_limits=CloseLimits(), preloads=PRELOADS, **options
+                *(recipes, ways, Limits(nouns=NOUNS), num_workers), name="num_processes", memory_check=memory_check
             )
             envs = vector_env_of(self._backend, LENIENT, SteppingOptions(AutoresetMode.DISABLED))
         assert isinstance(envs, VectorEnv)
