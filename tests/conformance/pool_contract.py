@@ -472,7 +472,7 @@ class Judge:
     def others_begin(self) -> bool:
         return len(self.heard) > 2
 
-    def look(self, reports: list[Any], workers: Sequence[int]) -> None:
+    def look(self, reports: list[Any]) -> None:
         while reports:
             self.heard.append(self._hear(reports.pop(0)))
 

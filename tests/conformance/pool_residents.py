@@ -238,7 +238,7 @@ def hang_shortly(_: Echo) -> None:
 
 def speak_unknown(resident: Echo) -> None:
     """Sends the owner what only an owner sends."""
-    resident.here._send(Build())
+    resident.here.send(Build())
 
 
 @dataclass

@@ -150,7 +150,10 @@ class ClosingPlaces(Generic[P]):
         self._ask, self._doing, self._stacks, self._count_pending = ask, doing, stacks, pending
         began = time.monotonic()
         self._owed = [place for place in places if not place.has_ended()]
-        self._progress = {place.index: _progress_of(place, limits, began) for place in self._owed}
+        self._progress = {
+            one.index: CloseProgress(one.name, one.name.envs, limits.hurried(one.starts), began, one.parts)
+            for one in self._owed
+        }
         self._pending = {place.index: pending(place.index) for place in self._owed}
         self._unasked = list(self._owed)
         self._notice = CloseNotice(limits, began)
@@ -248,10 +251,6 @@ class ClosingPlaces(Generic[P]):
         if (pending := self._count_pending(place.index)) != self._pending[place.index]:
             self._pending[place.index] = pending
             self._progress[place.index].goes_on()
-
-
-def _progress_of(place: Owing, limits: CloseLimits, began: float) -> CloseProgress:
-    return CloseProgress(place.name, place.name.envs, limits.hurried(place.starts), began, place.parts)
 
 
 def not_closed(name: WorkerName, failed: Failed) -> str:

@@ -11,13 +11,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from muster._core import set_death_signal, set_process_name
 from muster.pickling.interrupts import Uninterrupted, new_in_child
+from muster.pickling.main_module import Init
 from muster.pool.environment import Surroundings, search_path
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
+from muster.pool.set_up import Processes
+from muster.pool.worker import main
 from muster.pool.worker_process import close_all_own, disown, flush_streams, own, readable
 from muster.transport.big_arrays import memfd
 from muster.transport.channel import watched_s
@@ -45,11 +48,6 @@ class _Key(NamedTuple):
     limits: tuple[str, ...]
     preloads: tuple[str, ...]
     hash_seed: int | None
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """The environment of the launcher."""
-        return worker_environment(os.environ, self.threads, self.hash_seed)
 
 
 class LauncherLost(Exception):
@@ -114,7 +112,7 @@ class LauncherClient:
             fds = (theirs.fileno(), caller)
             self._process = subprocess.Popen(
                 python_command(search_path(), "muster.pool.launcher:main", *fds, key.preloads),
-                env=key.environ,
+                env=worker_environment(os.environ, key.threads, key.hash_seed),
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 process_group=0,
@@ -210,14 +208,14 @@ class LauncherClient:
 class LauncherOfPool:
     """The launcher that one pool uses, and those that come after it where it ends."""
 
-    def __init__(self, method: str, threads: int, preloads: Sequence[str], hash_seed: int | None) -> None:
-        self._method, self._threads, self._preloads, self._hash_seed = method, threads, preloads, hash_seed
-        self._client = self._acquired(preloads)
+    def __init__(self, ways: Processes) -> None:
+        self._ways = ways
+        self._client = self._acquired(ways.preloads)
 
     def start(self, *worker: Any) -> tuple[int, int, int]:
         """As `LauncherClient.start`, by another launcher where that has ended; at last by one without preloads."""
-        own = [name for name in self._preloads if name.startswith("muster.")]  # the others may have ended it
-        for preloads in (self._preloads, own):
+        own = [name for name in self._ways.preloads if name.startswith("muster.")]  # the others may have ended it
+        for preloads in (self._ways.preloads, own):
             try:
                 return self._client.start(*worker)
             except LauncherLost:
@@ -231,7 +229,7 @@ class LauncherOfPool:
 
     def _acquired(self, preloads: Sequence[str]) -> LauncherClient:
         with standard_fds():
-            return LauncherClient.acquire(self._method, self._threads, preloads, self._hash_seed)
+            return LauncherClient.acquire(self._ways.context, self._ways.threads, preloads, self._ways.hash_seed)
 
 
 @contextlib.contextmanager
@@ -255,13 +253,13 @@ def worker_environment(environ: Mapping[str, str], threads: int, hash_seed: int 
 
 
 def fork_worker(
-    run: Callable[[Mapping[str, int]], NoReturn],
+    inherited: tuple[Any, Init | None],
     name: str,
     surroundings: Surroundings,
     is_apart: bool,
     fds: Mapping[str, int],
-) -> tuple[int, int]:
-    """Forks the caller; the child calls `run(fds)`, which never returns. Returns the child's pid and pidfd.
+) -> tuple[int, int, None]:
+    """Forks the caller into a worker, which inherits its plan and `worker_init`. Returns what `launch` expects.
 
     name: of the child's process.  is_apart: whether it leads a session.
     """
@@ -269,7 +267,7 @@ def fork_worker(
     pid = os.fork()
     if pid:
         try:
-            return pid, os.pidfd_open(pid)
+            return pid, os.pidfd_open(pid), None
         except OSError:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -282,7 +280,8 @@ def fork_worker(
         # No death signal that kills: it comes when the thread that forked ends, and would spare the worker's children.
         set_death_signal(signal.SIGCONT)  # the watchdog cannot run while this process is stopped
         close_all_own(spared=fds.values())
-        run(fds)
+        # The worker closes these two, which may be those of its streams.
+        main({**fds, "stdout": os.dup(fds["stdout"]), "stderr": os.dup(fds["stderr"])}, inherited)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -18,15 +18,14 @@ from typing import Any
 
 from muster.errors import CannotTravel, EnvError, MusterError, WorkerDied, WorkerError, WorkerName, WorkerTimeout
 from muster.introspection import caller_stacklevel, type_name
+from muster.pickling.shared_pickling import tracker_fd
 from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
 from muster.pool.environment import Surroundings
-from muster.pool.inherit_in_caller import Inheritance
-from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds
+from muster.pool.launcher_client import LauncherLost, LauncherOfPool, standard_fds
 from muster.pool.limits import Limit
-from muster.pool.messages import Post, Question, StartOrder, message_of
+from muster.pool.messages import Inherited, Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, naming_limits, usage_of
 from muster.pool.watch import Activity, importing
-from muster.pool.worker import main
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stacks, readable, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, watched_s
@@ -245,6 +244,35 @@ def readable_places(places: Sequence[Place], timeout_s: float) -> list[Place]:
     return [*dict.fromkeys(by_fd[fd] for fd in readable(by_fd, timeout_s))]
 
 
+class Inheritance:
+    """The things that workers receive as processes that multiprocessing spawns do: fds of queues and pipes, and so on.
+
+    fds: for each worker those that its recipes need, see `recipe.pack`.
+
+    The fds are copied, so that a replacement of a worker can receive them, too; until then nobody who reads from one of
+    these pipes is told that all other ends are closed.
+    """
+
+    def __init__(self, fds: Sequence[Sequence[int]]) -> None:
+        self._copies: dict[int, int] = {}
+        for fd in {fd for of_worker in fds for fd in of_worker}:
+            self._copies[fd] = os.dup(fd)
+            own(self._copies[fd])
+        self._fds = [[self._copies[fd] for fd in of_worker] for of_worker in fds]
+
+    def of(self, host: int) -> tuple[Inherited, list[int]]:
+        """The part of worker `host`, and the fds to send with it."""
+        fds, tracker, authkey = self._fds[host], tracker_fd(), None
+        if "multiprocessing.managers" in sys.modules:
+            authkey = bytes(sys.modules["multiprocessing.process"].current_process().authkey)
+        return Inherited(len(fds), tracker is not None, authkey), fds if tracker is None else [*fds, tracker]
+
+    def close(self) -> None:
+        """Closes the copies of fds; no further worker can be started."""
+        close_own(*self._copies.values())
+        self._copies.clear()
+
+
 @dataclass
 class Starting:
     """What only the start of a pool needs, and that of its replacements.
@@ -293,22 +321,29 @@ class Starting:
             self.big_arrays.close()
 
 
-def launch_named(name: WorkerName, count: int, *arguments: Any, is_apart: bool) -> tuple[WorkerProcess, socket.socket]:
-    """As `launch`; errors name the worker. count: of the pool's places."""
+def launch(
+    name: WorkerName,
+    count: int,
+    shared_fds: Mapping[str, int],
+    start: Callable[[Mapping[str, int]], Started],
+    *,
+    is_apart: bool,
+) -> tuple[WorkerProcess, socket.socket]:
+    """Starts a worker by `start`, which receives its fds by name; returns its process, and our end of the channel.
+
+    name: the worker's, for errors.  count: of the pool's places.  is_apart: whether it leads a session, and what it
+    prints goes nowhere.  Raises LimitReached, WorkerError.
+    """
     try:
         with naming_limits(f"{name}, of {count}, could not start"), standard_fds():
-            return launch(name.index, *arguments, is_apart=is_apart)
+            return _launch(name.index, shared_fds, start, is_apart=is_apart)
     except LauncherLost:
         raise WorkerError(name, "could not start: the process that starts workers ends each time") from None
 
 
-def launch(
+def _launch(
     index: int, shared_fds: Mapping[str, int], start: Callable[[Mapping[str, int]], Started], *, is_apart: bool
 ) -> tuple[WorkerProcess, socket.socket]:
-    """Starts a worker by `start`, which receives its fds by name; returns its process, and our end of the channel.
-
-    is_apart: whether it leads a session, and what it prints goes nowhere.
-    """
     with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
         ours, theirs = socket.socketpair()
         own(ours.fileno())
@@ -339,23 +374,6 @@ def launch(
         )
         ours_on_failure.pop_all()
     return WorkerProcess(pid, pidfd, status, tail, stderr_read, is_apart=is_apart), ours
-
-
-def fork(
-    inherited: tuple[Any, Any],
-    name: str,
-    surroundings: Surroundings,
-    is_apart: bool,
-    fds: Mapping[str, int],
-) -> Started:
-    """Forks the caller into a worker, which inherits its plan and `worker_init`. The others: see `fork_worker`."""
-    with contextlib.ExitStack() as theirs:
-        copies = {}
-        for key, fd in fds.items():
-            copies[key] = os.dup(fd)
-            theirs.callback(os.close, copies[key])
-        pid, pidfd = fork_worker(lambda fds: main(fds, inherited), name, surroundings, is_apart, copies)
-    return pid, pidfd, None
 
 
 class Budget:

@@ -23,8 +23,7 @@ from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Surroundings, changed, changes_of
-from muster.pool.inherit_in_caller import Inheritance
-from muster.pool.launcher_client import LauncherOfPool, standard_fds, worker_environment
+from muster.pool.launcher_client import LauncherOfPool, fork_worker, standard_fds, worker_environment
 from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
 from muster.pool.logs import LogInbox, hand_over, hand_over_waits
 from muster.pool.messages import (
@@ -42,7 +41,7 @@ from muster.pool.messages import (
     Unpacking,
 )
 from muster.pool.notices import StartNotice
-from muster.pool.place import Place, Plan, Started, Starting, fork, launch_named, readable_places
+from muster.pool.place import Inheritance, Place, Plan, Started, Starting, launch, readable_places
 from muster.pool.resources import MemoryPlan, Usage
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
@@ -158,9 +157,8 @@ class Pool(BasePool[Place]):
             )
             starting.orders.append(order)
         if not forks and self.plans:
-            key = options.context, options.threads, options.preloads, options.hash_seed
             with Uninterrupted():
-                starting.launcher = LauncherOfPool(*key)
+                starting.launcher = LauncherOfPool(options)
         for index, plan in enumerate(self.plans):
             self._notice.check()
             with Uninterrupted():
@@ -177,7 +175,8 @@ class Pool(BasePool[Place]):
         settings = self._nouns.process_name(index), starting.surroundings[index], self._options.are_apart
         forks, launcher = self._options.context == "fork", starting.launcher
         if forks:
-            start: Callable[..., Started] = functools.partial(fork, (content, self._options.init.function), *settings)
+            inherited = content, self._options.init.function
+            start: Callable[..., Started] = functools.partial(fork_worker, inherited, *settings)
         elif launcher is not None:
             start = functools.partial(launcher.start, *settings)
         else:  # another thread has closed the pool
@@ -186,7 +185,7 @@ class Pool(BasePool[Place]):
         activity.memory[:] = 0  # of the worker before
         activity.put(Doing.BUILDING)
         fds, count = {**self._files, **self._own_files}, len(self.plans)
-        process, channel = launch_named(name, count, fds, start, is_apart=settings[-1])
+        process, channel = launch(name, count, fds, start, is_apart=settings[-1])
         to = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
         return Place(index, name, plan.parts, process, to, activity, self._nouns)
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -49,11 +50,12 @@ from muster.transport.mail import dumps
 from muster.worker_info import WorkerInfo, worker_info_context
 
 
+@dataclass
 class Here:
     """The place of a pool, as the resident in it sees it.
 
     info: of this worker.  files: the owner's files, fds by name; empty in a thread.
-    dumps: pickles for the owner; None where the owner is in this process.
+    dumps: pickles for the owner; None where the owner is in this process.  send: sends the owner a message.
     forked: whether the worker is a fork of its owner.
     big_arrays, fds: what travels with the plan, while `Resident.unpack` runs.
     is_judged: whether the owner wants to hear of the resident's parts by `report`, while it is built. The beginning is
@@ -61,27 +63,19 @@ class Here:
     activity: where the resident says what it is in.
     """
 
-    def __init__(
-        self,
-        info: WorkerInfo,
-        files: Mapping[str, int],
-        dumps: Callable[[object], bytes] | None,
-        send: Callable[[Message], None],
-        *,
-        activity: Activity,
-        forked: bool = False,
-        is_judged: bool = False,
-    ) -> None:
-        self.activity = activity
-        self.info, self.files, self.dumps = info, files, dumps
-        self.forked, self.is_judged = forked, is_judged
-        self.big_arrays: Sequence[memoryview] = ()
-        self.fds: Sequence[int] = ()
-        self._send = send
+    info: WorkerInfo
+    files: Mapping[str, int]
+    dumps: Callable[[object], bytes] | None
+    send: Callable[[Message], None]
+    activity: Activity
+    forked: bool = False
+    is_judged: bool = False
+    big_arrays: Sequence[memoryview] = ()
+    fds: Sequence[int] = ()
 
     def report(self, content: Any = None) -> None:
-        """Tells the owner that a part is done: of the resident's building, or of what it was asked for."""
-        self._send(Progress(content))
+        """Reports to the owner that a part is done: of the resident's building, or of what it was asked for."""
+        self.send(Progress(content))
 
 
 class Resident:
@@ -217,12 +211,8 @@ class Worker:
         module, _, name = order.resident.partition(":")
         kind: type[Resident] = getattr(importlib.import_module(module), name)
         kind.prepare()
-        here = Here(
-            *(order.info, self._fds, self._dumps, self._channel.send),
-            activity=self._activity,
-            forked=self._inherited is not None,
-            is_judged=order.is_judged,
-        )
+        forked = self._inherited is not None
+        here = Here(order.info, self._fds, self._dumps, self._channel.send, self._activity, forked, order.is_judged)
         plan = self._set_up(order, here, kind)
         if order.awaits_build:
             with self._activity.of(Doing.NOTHING):
