@@ -14,12 +14,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import stable_baselines3.common.vec_env as sb3s
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector.async_vector_env import _async_worker
 from stable_baselines3.common.monitor import Monitor
 
 import muster
 from muster.errors import NotBuilt
-from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
+from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv, make_vec
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, make_vec_env
 from muster.pool.unique_indices import TREE
 
@@ -120,15 +121,6 @@ def test_a_list_of_partials_for_gymnasium(cls):
     envs.close()
 
 
-def test_a_worker_of_the_users_own(tmp_path):
-    from gymnasium.vector.async_vector_env import _async_worker
-
-    fns = [functools.partial(Guarded, **arguments()) for _ in range(2)]
-    envs = AsyncVectorEnv(fns, worker=_async_worker, context="fork")
-    assert envs.reset()[0].tolist() == EXPECTED
-    envs.close()
-
-
 @pytest.mark.slow
 def test_torchrls_arguments():
     from muster.interop.torchrl import ParallelEnv
@@ -197,10 +189,9 @@ def test_one_that_is_not_built_can_be_kept_compared_copied_and_shown():
 
 def test_functions_for_other_vector_envs_know_a_number_that_no_other_env_has(monkeypatch):
     monkeypatch.setenv(TREE, str(secrets.randbits(40)))
-    make = functools.partial(
-        Guarded, **arguments() | {"port": muster.lazy(lambda: muster.get_worker_info().unique_index)}
-    )
+    kwargs = arguments() | {"port": muster.lazy(lambda: muster.get_worker_info().unique_index)}
+    spec = EnvSpec("Guarded-v1", Guarded, kwargs=kwargs, disable_env_checker=True, order_enforce=False)
     with muster.make_vec("CartPole-v1", 1, backend="serial"):
-        envs = AsyncVectorEnv([make] * 2, worker=_async_worker)  # an instance of Gymnasium's class
+        envs = make_vec(spec, 2, vectorization_mode="async", vector_kwargs={"worker": _async_worker})
         assert sorted(envs.get_attr("port")) == [1, 2]
         envs.close()

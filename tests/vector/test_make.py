@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import muster
-from muster.pool.resources import usable_cores
 from muster.vector.make import make_vec
 from sample_envs import Counter
 
@@ -67,15 +66,6 @@ def test_the_caller_steps_a_share_where_asked_to() -> None:
         pids = [worker["pid"] for worker in envs.stats()["workers"]]
         assert len(set(pids)) == 3
         assert pids[-1] == os.getpid()
-
-
-def test_a_caller_that_waits_for_many_processes_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    num_envs = usable_cores() + 1
-    with muster.make_vec([Counter] * num_envs, caller_steps=True, context="fork"):
-        assert "num_workers=" in caplog.text
-    caplog.clear()
-    with muster.make_vec([Counter] * num_envs, num_workers=1, caller_steps=True, context="fork"):
-        assert not caplog.text
 
 
 def test_numpys_flags_are_flags() -> None:

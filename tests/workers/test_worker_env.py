@@ -285,7 +285,7 @@ def test_what_is_no_environment_is_refused_by_name(worker_env: Any, said: str) -
 
 @pytest.mark.parametrize("backend", ["serial", *slow("thread")])
 def test_backends_without_processes_refuse_variables(backend: str) -> None:
-    with pytest.raises(ConfigError, match='worker_env .* use backend="process"'):
+    with pytest.raises(ConfigError, match="worker_env must be left out with"):
         muster.make_vec("CartPole-v1", 2, backend=backend, worker_env={})
 
 

@@ -24,7 +24,6 @@ from muster.backends.base import Backend
 from muster.errors import (
     ActionError,
     ClosedError,
-    ConfigError,
     NotPendingError,
     PendingError,
     UsageError,
@@ -34,14 +33,8 @@ from muster.errors import (
 )
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
-from muster.interop.agreed_spaces import (
-    ASYNC_COMPLAINTS,
-    SYNC_COMPLAINTS,
-    ObservationMode,
-    agreed_spaces,
-    shareable_spaces,
-)
-from muster.interop.starting import in_this_process, limits_of, processes, recipes_of, ways_of, with_lazies
+from muster.interop.agreed_spaces import ObservationMode, agreed_spaces, shareable_spaces
+from muster.interop.starting import in_this_process, limits_of, processes, recipes_of, ways_of
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
@@ -53,7 +46,6 @@ from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
 from muster.vector.assemble import LENIENT, assemble, trees_of_spaces
 from muster.vector.batched_spaces import BatchedSpaces
-from muster.vector.overrides import is_replaced
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
@@ -76,7 +68,6 @@ SYNC_VECTOR_ENV = replace(
 
 _WORKER = 4  # the place of `worker` among the arguments of AsyncVectorEnv that follow `env_fns`
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
-Seeds = int | Sequence[int | None] | None
 Agree = Callable[[Sequence[EnvFacts]], BatchedSpaces]  # see `spaces` of `Parts`
 _REWARD = "muster's reward of several numbers"  # the key of the infos that has one, until `_as_given` takes it
 
@@ -107,7 +98,7 @@ class _DropIn(VectorEnv):
 
     def _set_up(self, observation_mode: ObservationMode, autoreset_mode: str | AutoresetMode) -> None:
         self.observation_mode = observation_mode
-        self._composes = is_replaced(self, "step_async", "step_wait")
+        self._composes = checks.is_replaced(self, "step_async", "step_wait")
         self.autoreset_mode = AutoresetMode(autoreset_mode)
 
     def _start(
@@ -125,41 +116,6 @@ class _DropIn(VectorEnv):
         options = SteppingOptions(self.autoreset_mode, copy=copy, max_restarts=max_restarts)
         super().__init__(assemble(backend, parts, options))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
-
-    @verb
-    def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
-        """Starts `reset`; `reset_wait` takes the result. Raises ConfigError and WrongType, as `reset` does."""
-        self._check_reset(seed, options)
-        super().reset_async(seed=seed, options=options)
-
-    def _check_reset(self, seed: Seeds, options: dict[str, Any] | None) -> None:
-        """Gymnasium's checks of reset's arguments, in its words."""
-        if isinstance(seed, (list, tuple)) and len(seed) != self.num_envs:
-            raise ConfigError(
-                f"If seeds are passed as a list the length must match num_envs={self.num_envs} but got "
-                f"length={len(seed)}."
-            )
-        if options is None or "reset_mask" not in options:
-            return
-        mask, name = options["reset_mask"], "`options['reset_mask']`"
-        if not isinstance(mask, np.ndarray):
-            raise WrongType(f"{name} must be a numpy array, got {type(mask)}")
-        if mask.shape != (self.num_envs,):
-            raise ConfigError(f"{name} must have shape `({self.num_envs},)`, got {mask.shape}")
-        if mask.dtype != np.bool_:
-            raise WrongType(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
-        if not mask.any():
-            expected = "must contain a boolean array with at least one True value"
-            raise ConfigError(f"{name} {expected}, got reset_mask={mask}")
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Sets the attribute `name` of every env, to ``values[i]`` where `values` is a list or tuple."""
-        if isinstance(values, (list, tuple)) and len(values) != self.num_envs:
-            raise ConfigError(
-                "Values must be a list or tuple with length equal to the number of environments. Got "
-                f"`{len(values)}` values for {self.num_envs} environments."
-            )
-        super().set_attr(name, values)
 
     def close(self, **kwargs: Any) -> None:  # type: ignore[override]  # a subclass's `close_extras` has its own keywords
         """Closes envs and workers by `close_extras`, which receives `kwargs`, unless that has been done."""
@@ -198,7 +154,7 @@ class SyncVectorEnv(_DropIn):
         self.copy = copy
         self._set_up(observation_mode, autoreset_mode)
         backend = in_this_process(recipes_of(self.env_fns, SYNC_VECTOR_ENV, may_reuse=True), worker_init)
-        agree = partial(agreed_spaces, observation_mode, SYNC_COMPLAINTS)
+        agree = partial(agreed_spaces, observation_mode, "SyncVectorEnv")
         with originals_raised():
             self._start(backend, copy, agree, raise_original)
         self.envs = backend.envs
@@ -255,8 +211,7 @@ class AsyncVectorEnv(_DropIn):
         for name in ("num_workers", "worker_env", "worker_init", "on_failure", "max_restarts", "step_timeout"):
             if kwargs.pop(name, None) is not None:
                 raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
-        env_fns = with_lazies(recipes_of(env_fns, ASYNC_VECTOR_ENV, may_reuse=True))
-        return GymnasiumsAsyncVectorEnv(env_fns, *args, **kwargs)
+        return GymnasiumsAsyncVectorEnv(tuple(env_fns), *args, **kwargs)
 
     def __init__(
         self,
@@ -288,7 +243,7 @@ class AsyncVectorEnv(_DropIn):
             permits = multiprocessing.get_context(context or "forkserver").BoundedSemaphore(max_concurrency)
         self.max_concurrency = max_concurrency
         self._doing = "step"  # what envs that owe an answer were asked for last
-        agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, ASYNC_COMPLAINTS)
+        agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, "AsyncVectorEnv")
         with originals_raised():
             recipes = [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)]
             ways = ways_of(context, 1, worker_env, worker_init, original_forks=context is None)
@@ -356,7 +311,7 @@ class AsyncVectorEnv(_DropIn):
         """
         if (pending := self._pending()) != "default" and not self.closed:
             logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
-            if is_replaced(self, f"{pending}_wait"):
+            if checks.is_replaced(self, f"{pending}_wait"):
                 with suppress(multiprocessing.TimeoutError):
                     getattr(self, f"{pending}_wait")(0 if terminate else timeout)
         limit_s = checks.timeout_of(timeout)

@@ -53,8 +53,7 @@ from muster.transport.infos import InfoReader, Infos, split
 from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble
 from muster.vector.batched_spaces import first_envs_spaces
-from muster.vector.checks import seeds_of
-from muster.vector.overrides import is_replaced
+from muster.vector.checks import is_replaced, seeds_of
 from muster.vector.packing import Asked
 from muster.vector.parts import SteppingOptions
 from muster.vector.raisers import originals_raised
@@ -240,7 +239,7 @@ class _Envs(VectorEnv):
         super().__init__(assemble(backend, parts, options))
 
     def reset_async(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
         """Starts `reset`; the envs' own ``reset`` receives `options` only where there are any."""
         if options:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -153,16 +152,6 @@ class FromArguments(EnvFunction):
     def __call__(self) -> Any:
         """The env, for a vector env that is not Muster's. Lazy values in the arguments are released with it."""
         return _build_for_others(self.recipe(may_reuse=True), self.num_envs)
-
-
-def with_lazies(recipes: list[Recipe]) -> tuple[Callable[[], Any], ...]:
-    """The functions of `recipes`, for a vector env that is not Muster's."""
-    return tuple(
-        FromArguments(one.factory, one.kwargs, one.name, one.labels, one.call, one.env_index, len(recipes))
-        if one.kwargs or type(one.factory) is functools.partial
-        else one.factory
-        for one in recipes
-    )
 
 
 def _build_for_others(recipe: Recipe, num_envs: int) -> Any:

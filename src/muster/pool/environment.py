@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import FileFinder
 from typing import Any
 
 from muster.arguments import as_whole
@@ -47,15 +46,6 @@ def changes_of(worker_env: WorkerEnv | None, num_workers: int, *, worker: str = 
 def first_changes(worker_env: WorkerEnv | None) -> Changes:
     """The changes for worker 0, where the number of workers is not known yet."""
     return changes_of(worker_env[:1] if isinstance(worker_env, (list, tuple)) else worker_env, 1)[0]
-
-
-def refuse_without_processes(worker_env: WorkerEnv | None, backend: str) -> None:
-    """Raises ConfigError for variables where all envs are in the caller's process, whose environment is the user's."""
-    if worker_env is not None:
-        raise ConfigError(
-            f'worker_env sets variables of worker processes, and backend="{backend}" has none; set them in os.environ, '
-            'or use backend="process"'
-        )
 
 
 @dataclass(frozen=True)
@@ -112,21 +102,9 @@ def changed(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> di
     return {name: value for name, value in {**environ, **changes}.items() if value is not None}
 
 
-def search_path() -> list[str]:
-    """``sys.path`` for another process. Relative folders are those that this process looks in.
-
-    That is where they were when Python first looked there: a change of the working directory changes nothing.
-    """
-    return [_absolute(entry) for entry in sys.path]
-
-
-def _absolute(entry: Any) -> Any:
-    if not isinstance(entry, str) or not entry:  # the working directory, whatever that is at the moment
-        return entry
-    finder = sys.path_importer_cache.get(entry)
-    if isinstance(finder, FileFinder):
-        return finder.path
-    return os.path.abspath(entry) if os.path.exists(entry) else entry  # or a name for a hook, as setuptools has them
+def search_path() -> list[Any]:
+    """``sys.path`` for another process, which may work in another folder."""
+    return [os.path.abspath(one) if isinstance(one, str) and one and os.path.exists(one) else one for one in sys.path]
 
 
 def _checked(variables: Any, name: str) -> Changes:

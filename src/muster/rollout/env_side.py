@@ -16,8 +16,8 @@ from muster.envs.dm_env import DISCOUNTS
 from muster.errors import ConfigError, UsageError
 from muster.rollout.fields import Array, Field, Key
 from muster.spaces.masks import require_obeyable
+from muster.vector.checks import is_replaced
 from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.overrides import is_replaced
 from muster.vector.vector_env import VectorEnv
 
 

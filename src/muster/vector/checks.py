@@ -38,14 +38,17 @@ def seeds_of(seed: Any, num_envs: int) -> list[int | None]:
 
 
 def reset_mask_of(mask: Any, num_envs: int) -> npt.NDArray[np.bool_]:
-    """`mask` if it is a bool array ``[N]`` that selects something. Raises WrongType, ConfigError."""
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-        got = mask.dtype if isinstance(mask, np.ndarray) else type(mask).__name__
-        raise WrongType(f'options["reset_mask"] must be a bool array, got {got}')
+    """`mask` if it is a bool array ``[N]`` that selects something. Raises WrongType, ConfigError, as Gymnasium does."""
+    name = "`options['reset_mask']`"
+    if not isinstance(mask, np.ndarray):
+        raise WrongType(f"{name} must be a numpy array, got {type(mask)}")
     if mask.shape != (num_envs,):
-        raise ConfigError(f'options["reset_mask"] must have shape ({num_envs},), got {mask.shape}')
+        raise ConfigError(f"{name} must have shape `({num_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise WrongType(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
-        raise ConfigError('options["reset_mask"] selects no env; leave it out to reset all')
+        expected = "must contain a boolean array with at least one True value"
+        raise ConfigError(f"{name} {expected}, got reset_mask={mask}; leave it out to reset all")
     return mask
 
 
@@ -128,3 +131,9 @@ def require_agreement(
                 f"expected {found.expected}{hint}",
                 env_index=env,
             )
+
+
+def is_replaced(envs: Any, *names: str) -> bool:
+    """True if a subclass has replaced one of the methods `names` of a vector env of Muster's."""
+    sources = (getattr(getattr(type(envs), name), "__globals__", {}) for name in names)
+    return any(not source.get("__name__", "").startswith("muster.") for source in sources)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from muster.backends.thread import ThreadBackend
 from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
 from muster.pickling import UserCall
-from muster.pool.environment import WorkerEnv, refuse_without_processes
+from muster.pool.environment import WorkerEnv
 from muster.pool.limits import CLOSE_S, Limits
 from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
@@ -31,7 +30,6 @@ from muster.vector.packing import AUTO, Asked, at_most, check_workers, count_pro
 from muster.vector.parts import SteppingOptions
 from muster.vector.vector_env import VectorEnv
 
-_logger = logging.getLogger("muster")
 BACKENDS = ("serial", "thread", "process")
 
 
@@ -143,12 +141,6 @@ def make_vec(
     ((4, 4), array([0., 0., 0., 0.]))
     """
     refuse_while_importing("muster.make_vec")
-    if backend == "ray":  # others' vector envs have one
-        raise ConfigError(
-            f"backend must be one of {', '.join(map(repr, BACKENDS))}, got 'ray', which would send each step over the "
-            "network and wait for it. Have collectors there step the envs: "
-            "muster.MultiCollector(envs, policy, num_collectors=..., cluster='ray')"
-        )
     one_of("backend", backend, BACKENDS)
     mode = _autoreset_mode(autoreset_mode)
     one_of("observation_mode", observation_mode, ("same", "different"))
@@ -162,8 +154,16 @@ def make_vec(
     recipes = [replace(recipe, call=_words_of(recipe.call, backend, num_workers, caller_steps)) for recipe in recipes]
     cores = usable_cores()
     if backend != "process":
-        _refuse_without_processes(backend, one_env_per_process, caller_steps, step_timeout, num_workers)
-        refuse_without_processes(worker_env, backend)
+        asked: dict[str, Any] = {
+            "one_env_per_process": one_env_per_process,
+            "caller_steps": caller_steps,
+            "step_timeout": step_timeout,
+            "num_workers": AUTO if num_workers == AUTO else None,
+            "worker_env": worker_env,
+        }
+        if name := next((name for name, value in asked.items() if value not in (None, False)), None):
+            expected = f"left out with the {backend} backend, which has no worker processes"
+            raise ConfigError(name, expected, asked[name])
     init = choose_init(worker_init, starts_fresh=backend == "process" and context != "fork")
     processes = replace(processes, init=init)
     if backend == "serial":
@@ -181,17 +181,9 @@ def make_vec(
         elif isinstance(num_workers, int):
             workers = at_most(num_workers, recipes, caller_steps)
         else:
-            packs = all(map(is_known, recipes))
-            count = count_processes(recipes, num_workers, cores, processes, start_timeout, packs=packs)
+            known = all(map(is_known, recipes))
+            count = count_processes(recipes, num_workers, cores, processes, start_timeout, packs=known)
             workers = count - caller_steps
-            if caller_steps and not packs and num_workers is None and count > cores:
-                _logger.warning(
-                    "caller_steps=True: each env but one has a process of its own, and a step waits for %d processes "
-                    "on %d cores. Envs that share nothing step several times as fast with num_workers=%d.",
-                    workers,
-                    cores,
-                    max(cores - 1, 1),
-                )
         chosen = ProcessBackend(
             recipes, ProcessOptions(processes, limits, workers, caller_steps, one_env_per_process, memory_check)
         )
@@ -215,20 +207,6 @@ def _words_of(call: UserCall, backend: str, num_workers: Asked, caller_steps: bo
     in_the_way = ["num_workers"] * (num_workers is not None) + ["caller_steps"] * caller_steps
     without = f" without {' and '.join(in_the_way)}" if in_the_way else ""
     return replace(call, one_each=one_each + without)
-
-
-def _refuse_without_processes(
-    backend: str, one_env_per_process: bool, caller_steps: bool, step_timeout: float | None, num_workers: Asked
-) -> None:
-    provided = {
-        "one_env_per_process": one_env_per_process,
-        "caller_steps": caller_steps,
-        "step_timeout": step_timeout,
-        "num_workers": AUTO if num_workers == AUTO else None,
-    }
-    if name := next((name for name, value in provided.items() if value), None):
-        expected = f"left out with the {backend} backend, which has no worker processes"
-        raise ConfigError(name, expected, provided[name])
 
 
 def _refuse_caller_steps(one_env_per_process: bool, step_timeout: float | None, on_failure: str) -> None:

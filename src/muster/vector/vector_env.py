@@ -80,7 +80,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @verb
     def reset_async(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
         """Starts `reset`; `reset_wait` or `recv` takes the result."""
         self.require_idle("reset")
