@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -137,7 +137,8 @@ class Round:
         """
         pool = self._pool
         pool.require_places(messages)
-        sealed = dict(pool.sealed_by_place(messages))
+        by_identity = {key: pool.sealed(one) for key, one in {id(one): one for one in messages.values()}.items()}
+        sealed = {place: by_identity[id(message)] for place, message in messages.items()}
         if self._elsewhere(sealed):  # only then: who has died meanwhile is to be found by this message
             pool.wait(lambda: not self._elsewhere(sealed))
         self.drop(sealed)
@@ -320,14 +321,6 @@ class BasePool(ABC, Generic[P]):
     @abstractmethod
     def sealed(self, message: object) -> Any:
         """A message as `post` takes it, made once for several places. Raises what pickling raises."""
-
-    def sealed_by_place(self, messages: Mapping[int, object]) -> Iterator[tuple[int, Any]]:
-        """Yields places with their sealed messages; one that is the same object for several is sealed once."""
-        sealed: dict[int, Any] = {}  # by identity
-        for place, message in messages.items():
-            if id(message) not in sealed:
-                sealed[id(message)] = self.sealed(message)
-            yield place, sealed[id(message)]
 
     @abstractmethod
     def watch(self, waited_s: float) -> None:
