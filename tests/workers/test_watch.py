@@ -462,20 +462,3 @@ def test_a_stack_is_shown_from_the_envs_own_code_inward() -> None:
     assert env_lines([*own[:3], *wrappers, *ours]) == own[:3]
     assert env_lines([*own, *ours]) == [own[0], *own[-7:]]
     assert env_lines(["Garbage-collecting", *ours]) == ours
-
-
-def test_a_start_that_imports_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "site-packages" / "heavy"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("from heavy import parts")
-    (package / "parts.py").write_text("import time\ntime.sleep(60)")
-
-    def make() -> gym.Env[Any, Any]:
-        sys.path.insert(0, str(package.parent))
-        import heavy  # type: ignore[import-not-found]
-
-        return heavy.Env()  # type: ignore[no-any-return]
-
-    with pytest.raises(muster.errors.WorkerTimeout, match="building its envs.*It is importing heavy") as raised:
-        muster.make_vec(make, 2, start_timeout=1.5)
-    assert "parts.py" in str(raised.value)

@@ -105,7 +105,6 @@ class _DropIn(VectorEnv):
     def _start(
         self,
         backend: Backend,
-        copy: bool,
         agree: Agree,
         raiser: Raiser,
         reward_key: str | None = None,
@@ -114,7 +113,7 @@ class _DropIn(VectorEnv):
         closed = partial(_raise_closed, type(self).__name__)
         parts = replace(LENIENT, trees=partial(trees_of_spaces, casting=self._casting), spaces=agree, writer=_Writer)
         parts = replace(parts, raiser=raiser, raise_closed=closed, reward_key=reward_key)
-        options = SteppingOptions(self.autoreset_mode, copy=copy, max_restarts=max_restarts)
+        options = SteppingOptions(self.autoreset_mode, self.copy, max_restarts=max_restarts)
         super().__init__(assemble(backend, parts, options))
         self.spec = None  # make_vec sets it; the first env's spec says nothing about the others
 
@@ -157,7 +156,7 @@ class SyncVectorEnv(_DropIn):
         backend = in_this_process(recipes_of(self.env_fns, SYNC_VECTOR_ENV, may_reuse=True), worker_init)
         agree = partial(agreed_spaces, observation_mode, "SyncVectorEnv")
         with originals_raised():
-            self._start(backend, copy, agree, raise_original)
+            self._start(backend, agree, raise_original)
         self.envs = backend.envs
 
     def step(self, actions: Any, **private: Any) -> StepResult:
@@ -250,7 +249,7 @@ class AsyncVectorEnv(_DropIn):
             ways = ways_of(context, 1, worker_env, worker_init, original_forks=context is None)
             limits = limits_of(on_failure, max_restarts, step_timeout)
             backend = processes(recipes, ways, limits, num_workers)
-            self._start(backend, copy, agree, _raise_last, _REWARD, limits.restarts)
+            self._start(backend, agree, _raise_last, _REWARD, limits.restarts)
 
     # ---- the calls, each refused while another is pending
 

@@ -165,7 +165,7 @@ class MusterVecEnv(VecEnv):
         if not infos:  # then no episode has ended, either
             return obs, rewards, terminated, [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
         rows = info_rows(infos, self.num_envs)
-        for env, (final_obs, final_info) in finals_by_env(infos).items():
+        for env, (final_obs, final_info) in infos.get(_FINALS, {}).items():
             self.reset_infos[env], rows[env] = rows[env], final_info
             final_info["terminal_observation"] = final_obs
         for row, cut_off in zip(rows, (truncated & ~terminated).tolist(), strict=True):
@@ -431,7 +431,7 @@ def _monitored(
 class RowReader(InfoReader):
     """Reads infos as one dict for each env, which the values of other envs cannot change; all types stay.
 
-    `info_rows` and `finals_by_env` return the dicts.
+    `info_rows` returns the dicts; those of steps that ended an episode are under `_FINALS`, each with its observation.
     """
 
     in_core = False
@@ -454,7 +454,7 @@ class RowReader(InfoReader):
 
     def add(self, infos: Infos, info: Infos, row: int, count: int) -> None:
         infos.setdefault(_ROWS, [{} for _ in range(count)])[row] |= info
-        if row in (finals := finals_by_env(infos)):
+        if row in (finals := infos.get(_FINALS, {})):
             finals[row][1].update(info)
 
     def add_final(self, infos: Infos, obs: Any, info: Infos, row: int, count: int) -> None:
@@ -465,9 +465,3 @@ def info_rows(infos: Infos, num_envs: int) -> list[Infos]:
     """One info for each env, with the keys that the env itself provided. infos: as `RowReader` reads them."""
     rows: list[Infos] | None = infos.get(_ROWS)
     return [{} for _ in range(num_envs)] if rows is None else rows
-
-
-def finals_by_env(infos: Infos) -> dict[int, tuple[Any, Infos]]:
-    """The observation and info of each step that ended an episode, by env. infos: as `RowReader` reads them."""
-    finals: dict[int, tuple[Any, Infos]] = infos.get(_FINALS, {})
-    return finals

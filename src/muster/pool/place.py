@@ -25,7 +25,7 @@ from muster.pool.launcher_client import LauncherLost, LauncherOfPool, standard_f
 from muster.pool.limits import Limit
 from muster.pool.messages import Inherited, Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, naming_limits, usage_of
-from muster.pool.watch import Activity, importing
+from muster.pool.watch import Activity
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stacks, readable, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, watched_s
@@ -212,8 +212,7 @@ class Place(Owing):
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""
         [stack] = python_stacks([self.process])
-        hint = importing(stack.splitlines()) or self.rebuilding
-        return WorkerTimeout(self.name, doing, limit, elapsed_s, stack, hint)
+        return WorkerTimeout(self.name, doing, limit, elapsed_s, stack, self.rebuilding)
 
     def stack_lines(self) -> list[str]:
         start = self.process.tail_size()

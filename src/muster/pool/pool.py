@@ -349,11 +349,11 @@ class Pool(BasePool[Place]):
         self.deliver_logs()
         self._look(self._places)
 
-    def _hint(self, place: Place, imports: str) -> str:
+    def _hint(self, place: Place) -> str:
         if not place.starts:
             return self._nouns.patience
         limit = self._nouns.start_limit(self._limits.start_timeout)
-        return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + (imports or place.rebuilding)
+        return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + place.rebuilding
 
     def _doing(self, place: Place) -> str:
         return place.building if place.starts else super()._doing(place)

@@ -130,7 +130,8 @@ class ThreadPool(BasePool[_Thread]):
                     if not self._wait(min(SLICE_S, max(0.0, deadline - time.monotonic()))):
                         self.watch(0.0)
                         if time.monotonic() >= deadline:
-                            raise self._too_slow(one, NOUNS.building)
+                            limit = f"start_timeout={self._limits.start_timeout} s"
+                            raise WorkerTimeout(one.name, NOUNS.building, limit)
                 _, message = self._said.popleft()
                 if isinstance(message, Failed):
                     raise self._hooks.raised(one.index, message)
@@ -141,9 +142,6 @@ class ThreadPool(BasePool[_Thread]):
             self.close(AT_ONCE)
             raise
         return facts
-
-    def _too_slow(self, one: _Thread, doing: str) -> Exception:
-        return WorkerTimeout(one.name, doing, f"start_timeout={self._limits.start_timeout} s")
 
     # ---- messages
 

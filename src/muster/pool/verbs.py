@@ -23,7 +23,7 @@ from muster.pool.messages import Failed, Post, Question
 from muster.pool.place import Asked, Owing, Plan
 from muster.pool.resources import MemoryPlan, Usage
 from muster.pool.unique_indices import UniqueIndices
-from muster.pool.watch import NO_ENV, About, State, Watch, importing
+from muster.pool.watch import NO_ENV, About, State, Watch
 from muster.transport.channel import watched_s
 
 SLICE_S = 0.05
@@ -343,12 +343,11 @@ class BasePool(ABC, Generic[P]):
         place = self._places[index]
         own = replace(place.name, envs=range(0))
         name = str(place.name) if env == NO_ENV else f"{self._nouns.env(index, env)} ({own})"
-        stack = place.stack_lines()
-        return name, self._hint(place, importing(stack)), stack
+        return name, self._hint(place), place.stack_lines()
 
-    def _hint(self, place: P, imports: str) -> str:
-        """The sentences about a long wait. imports: that about an import which it is in."""
-        return imports
+    def _hint(self, place: P) -> str:
+        """The sentences about a long wait."""
+        return ""
 
     @abstractmethod
     def deliver_logs(self) -> None:

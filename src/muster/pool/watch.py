@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import os
-import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +30,6 @@ WORDS = {
     Doing.TALKING: "in a call",
     Doing.NOTHING: "about to step or reset",
 }
-_OF_PACKAGE = re.compile(r'site-packages/([^/."]+)[^"]*", line \d+ in <module>$')
 _MUSTER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -130,16 +127,6 @@ def env_lines(stack: Sequence[str]) -> list[str]:
     while len(own) > 1 and (files[len(own) - 1].startswith("<") or "/wrappers/" in files[len(own) - 1]):
         own.pop()
     return own if len(own) <= _MOST_LINES else [own[0], *own[1 - _MOST_LINES :]]
-
-
-def importing(stack: Sequence[str]) -> str:
-    """The sentence about the installed package whose import has called what a stack is in; empty without an import.
-
-    stack: as faulthandler prints it, most recent call first.
-    """
-    modules = (line for line, caller in itertools.pairwise(stack) if "<frozen importlib" in caller)
-    names = [found[1] for found in map(_OF_PACKAGE.search, modules) if found and found[1] != "muster"]
-    return f" It is importing {names[-1]}." if names else ""
 
 
 def seconds_since(moment: int) -> float:
