@@ -486,6 +486,6 @@ def test_a_script_that_fails_or_starts_workers_itself_ends_with_an_error(run: Ru
     )
     assert said[0] == "EnvError env 0 (worker 0, while it was built): FileExistsError: there is one already"
     assert said[1].startswith("Raised by ")
-    assert said[1].endswith("train.py, whose top level each worker runs before its first env.")
+    assert said[1].endswith("train.py. Each worker runs its top level before its first env.")
     assert said[2].startswith("EnvError env 0 (worker 0, while it was built): muster.errors.UsageError: ")
     assert "makes a vector env at its top level, outside its main guard" in said[2]

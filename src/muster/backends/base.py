@@ -43,7 +43,7 @@ WorkerLost = Callable[[int, range, str], Questions]
 class CallerOptions:
     """How the caller sends and waits.
 
-    must_reset: the user has to reset envs whose episode has ended.
+    must_reset: the user has to reset envs after the end of an episode.
     steps_unreset: envs may be stepped before their first reset.
     writes_actions: the core writes those batches of actions that fit the action space exactly.
     """
@@ -78,7 +78,7 @@ class Backend(ABC):
     log_flag: memoryview = memoryview(bytes(1))
     """``log_flag[0]`` is not 0 while there are log records to deliver. Workers in other processes set it."""
     pack: Pack = staticmethod(shared)
-    """Makes of a user's value what can be sent to envs, and again as it was."""
+    """Turns a user's value into one that can be sent to envs, and again as it was."""
 
     @abstractmethod
     def start(self) -> list[EnvFacts]:
@@ -121,7 +121,7 @@ class Backend(ABC):
         """Makes a failed env answer again; True if the env's worker has been replaced for that."""
 
     def has_own_worker(self, env: int) -> bool:
-        """Whether a worker has this env alone, and can be replaced for it."""
+        """True if a worker has this env alone, and can be replaced for it."""
         return False
 
     @abstractmethod

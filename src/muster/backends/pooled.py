@@ -1,4 +1,4 @@
-"""What the backends share whose envs are in workers: processes or threads, in a pool with the same verbs."""
+"""The base of the backends with envs in workers: processes or threads, in a pool with the same verbs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from muster.transport.slab import Slab, SlabPlan, split_evenly
 
 
 class PooledBackend(Backend):
-    """Steps envs in the workers of a pool, whose hooks it has. Hosts 0 to W-1 are the workers."""
+    """Steps envs in the workers of a pool, and answers the hooks of that pool. Hosts 0 to W-1 are the workers."""
 
     holds_signals = True
     packs = False
@@ -218,13 +218,12 @@ class PooledBackend(Backend):
         return to_exception(failure)
 
     def doing(self, place: int) -> str:
-        """What a worker is doing, in words."""
         if not self._attached:
             return "mapping the slab"
         return doing_in(self.slab, place, self._busy(place))
 
     def state(self, place: int) -> State | None:
-        """What a worker is in, or the first env that it owes."""
+        """The env that a worker is in, or the first one that it owes."""
         if not self._attached:
             return None
         host, busy = self.slab.host(place), self._busy(place)

@@ -1,4 +1,4 @@
-"""``on_failure="restart"``: an env that raised, or whose worker died, is built again and its episode ends truncated.
+"""``on_failure="restart"``: an env that raised or lost its worker is built again, and its episode ends truncated.
 
 The failure itself is not delivered. The env stays pending while its worker builds it again. Then one row is delivered
 that reports the restart: the last observation, reward 0, ``truncated=True``, and the reason in ``infos["restarted"]``.
@@ -54,13 +54,13 @@ class Recovery:
         num_envs = backend.slab.plan.num_envs
         self._seeds: list[int | None] = [None] * num_envs
         self._options: Any = None  # of the last reset
-        # Envs whose worker died while nobody waited for them, with the reason, which their next step reports.
+        # Envs that lost their worker while nobody waited for them, with the reason, which their next step reports.
         self.lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by the envs that were pending then
         self._restarts: dict[int, _Restart] = {}  # by env, until the row of the restart is delivered
         self._kept = Kept(backend.numbers, backend.pack)
         self._need_processes: set[int] = set()  # envs that could not be built again in the process that they were in
-        self._told_lost: set[str] = set()  # names of lost attributes that a warning has told of
+        self._warned_lost: set[str] = set()  # names of lost attributes that a warning has named
         self._caller.keep_rows(backend.slab.obs.arrays)
 
     def seeds_for_reset(self, env_ids: Array, seeds: Sequence[int | None], options: Any) -> list[int | None]:
@@ -131,7 +131,7 @@ class Recovery:
         else:
             failure = self._backend.failures(np.array([env]))[0]
             lost = failure.lost_attributes
-            reason = f"{failure.type_name}: {failure.message}" if lost is None else self._tell_lost(env, lost)
+            reason = f"{failure.type_name}: {failure.message}" if lost is None else self._lost_words(env, lost)
             untouched = interrupt is not None and failure.exception is interrupt  # not stepped at all
             if isinstance(failure.exception, KeyboardInterrupt):
                 interrupt = failure.exception
@@ -151,18 +151,18 @@ class Recovery:
         self._restart(env, restart, rebuilds=not (died or untouched or lost is not None))
         return interrupt
 
-    def _tell_lost(self, env: int, lost: Mapping[str, str]) -> str:
-        """What is lost of env's attributes, in words; the first time for a name, warns of it. lost: reasons by name."""
-        told = "; ".join(f"{name!r} ({why})" for name, why in lost.items())
-        if not self._told_lost.issuperset(lost):
-            self._told_lost.update(lost)
+    def _lost_words(self, env: int, lost: Mapping[str, str]) -> str:
+        """The loss of attributes, in words; the first time for a name, warns of it. lost: reasons by name."""
+        words = "; ".join(f"{name!r} ({why})" for name, why in lost.items())
+        if not self._warned_lost.issuperset(lost):
+            self._warned_lost.update(lost)
             warnings.warn(
-                f"env {env} was built again, and what set_attr had set is lost: {told}. It goes on with what its "
+                f"env {env} was built again, and what set_attr had set is lost: {words}. It goes on with what its "
                 "constructor gives it: call set_attr again, or give the factory the value",
                 RuntimeWarning,
                 stacklevel=caller_stacklevel(),
             )
-        return f"could not be set again: {told}"
+        return f"could not be set again: {words}"
 
     def finish_rows(self, ids: Array, rewards: Array, terminated: Array, truncated: Array) -> dict[int, str]:
         """Overwrites the rows of restarted envs among `ids`, and returns the reasons by row.

@@ -47,7 +47,7 @@ class SerialBackend(Backend):
         self.nouns = nouns
         self.user_call = recipes[0].call
         self.first_envs = (0, len(recipes))
-        self._is_callers = info is None  # else a worker's, whose caller says what it waits for
+        self._is_callers = info is None  # else a worker's: its caller says what it waits for
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
         self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker, activity=activity)
         self.envs, self.numbers = self._env_host.envs, self._env_host.numbers

@@ -97,7 +97,7 @@ def _slim(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether a value is plain, and small; what is big is not pickled to find out."""
+    # What is big is not pickled to find out.
     size = getattr(value, "nbytes", sys.getsizeof(value))
     return is_plain(value) and size <= _SMALL_BYTES and len(dumps(value)) <= _SMALL_BYTES
 

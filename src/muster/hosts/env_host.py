@@ -215,7 +215,7 @@ class EnvHost:
     def on_new_schema(self) -> int:
         """Mails the layouts of infos that are new, behind those mailed before, which the caller may be reading.
 
-        Returns where they end now; only then the core tells the caller.
+        Returns where they end now; only then the caller hears of them.
         """
         assert self._slab is not None
         box, schemas = 2 * self._slab.plan.num_envs + self._host, self.stepper.describe_schemas()
@@ -369,7 +369,7 @@ class EnvHost:
         )
 
     def _hint(self, i: int) -> str:
-        """The sentence that says how to give each env a process, where env i has failed beside others in this one."""
+        """The sentence that says how to give each env a process, where env i shared this one with others."""
         together, place = (self.recipes, i) if self._together is None else (self._together, self.first_env + i)
         return advise_apart(together[: place + 1] if self._slab is None else together)
 
@@ -388,7 +388,7 @@ def _about(error: BaseException, in_process: str) -> str:
 
 
 class _Permitted:
-    """What a stepper needs of an env: its ``step`` and ``reset``, each executed only while there is a permit for it.
+    """An env's ``step`` and ``reset`` for a stepper, each executed only while there is a permit for it.
 
     For the limit on the number of envs that execute at once, Gymnasium's ``max_concurrency``: envs of a limit have one
     semaphore in their recipes. A worker that dies while it holds a permit never gives it back: so a limit is for vector

@@ -68,7 +68,7 @@ class Failure:
 
 
 class HostFailed(Exception):
-    """What a host raises that cannot be built. failure: for the caller."""
+    """Raised where a host cannot be built. failure: for the caller."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -163,7 +163,7 @@ def reset_note(env: Any, error: BaseException) -> str | None:
 
 
 def _refuses(env: Any, entered: Set[CodeType]) -> bool:
-    """Whether ``env.reset``, if it is not among the functions `entered`, takes no seed or no options."""
+    """True if ``env.reset`` takes no seed or no options, and is not among the functions `entered`."""
     try:
         inspect.signature(env.reset).bind(seed=None, options=None)
     except Exception as error:  # a TypeError; others: there is no reset, or its signature is not known

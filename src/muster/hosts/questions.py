@@ -1,6 +1,6 @@
 """The table of questions to envs: a row says all about one. `EnvHost.answer` carries each out, and nothing else does.
 
-On its way a question passes `ask` of vector envs, backends, replica pools and nodes, none of which knows which one it
+On its way a question passes `ask` of vector envs, backends, replica pools and nodes. None of them knows which one it
 is. Its envs have the numbers that users know. Answers are a list by env: a value, a `Failure` where the env has raised,
 None where it was not asked. Values that leave a process are pickled one by one, and opened by who asked.
 """
@@ -302,7 +302,7 @@ def sent(answers: Sequence[Any], send: Callable[[object], bytes], call: UserCall
 
 
 def opened(answers: Sequence[Any], numbers: Sequence[int], worker: int = 0) -> list[Any]:
-    """The answers that `sent` has returned elsewhere. numbers: of their envs.  worker: whose."""
+    """The answers that `sent` has returned elsewhere. numbers: of their envs.  worker: the one that has sent them."""
 
     def one(env: int, answer: Any) -> Any:
         if not isinstance(answer, bytes):

@@ -47,7 +47,7 @@ class Attach(Message):
 
 @dataclass(eq=False)
 class EnvPlan(Message):
-    """What a host is built from.
+    """The plan of a host.
 
     recipes: those of its envs.  first_env: index of the first.
     together: the recipes of all hosts in this process; None where there is no other.

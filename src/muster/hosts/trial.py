@@ -186,7 +186,7 @@ def pack_for_trials(recipes: Sequence[Recipe], start_method: str, init: Init | N
 
 @dataclass(frozen=True)
 class Trials:
-    """Trials of some recipes, each in a new process, whose prints and log records nobody gets.
+    """Trials of some recipes, each in a new process. Nobody gets what it prints and logs.
 
     recipes: as `pack_for_trials` packs them, None where the trials take none. Recipes that are not packed cannot be
     sent: then each trial runs in a fork of this process.

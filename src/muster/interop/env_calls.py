@@ -24,7 +24,7 @@ class OnSome:
         return self.act(env, index) if index in self.indices else None
 
     def sent_parts(self) -> dict[str, Any]:
-        """What this call sends, by the names that messages use."""
+        """The parts of this call, by the names that messages use."""
         return self.act.sent_parts() if hasattr(self.act, "sent_parts") else {"the function": self.act}
 
 
@@ -40,7 +40,7 @@ class GetAttribute:
 
 @dataclass(frozen=True)
 class HasAttribute:
-    """Whether the env has the attribute `name`; the attribute's value stays in the worker."""
+    """Asks for the presence of the attribute `name`; the value stays in the worker."""
 
     name: str
 
@@ -85,7 +85,7 @@ class CallMethod:
 
 @dataclass(frozen=True)
 class IsWrapped:
-    """Whether one of the env's wrappers is an instance of the class `wrapper`."""
+    """Looks for an instance of the class `wrapper` among the env's wrappers."""
 
     wrapper: type
 

@@ -126,7 +126,7 @@ class MusterVecEnv(VecEnv):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True once `close` was called."""
         return self.vector_env.closed
 
     # ---- stepping
@@ -175,7 +175,7 @@ class MusterVecEnv(VecEnv):
     # ---- the envs themselves
 
     def has_attr(self, attr_name: str) -> bool:
-        """Whether every env has the attribute `attr_name`."""
+        """True if every env has the attribute `attr_name`."""
         return all(self._do(HasAttribute(attr_name), None))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
@@ -193,7 +193,7 @@ class MusterVecEnv(VecEnv):
         return self._do(CallMethod(method_name, method_args, method_kwargs), indices)
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Whether each of the envs `indices` has a wrapper of the class `wrapper_class`."""
+        """For each of the envs `indices` True if it has a wrapper of the class `wrapper_class`."""
         return self._do(IsWrapped(wrapper_class), indices)
 
     def get_images(self) -> Sequence[npt.NDArray[Any] | None]:
@@ -223,7 +223,7 @@ def _start_resets(envs: VectorEnv, seeds: list[int | None], options: list[dict[s
 
 
 class _Envs(VectorEnv):
-    """A vector env that takes envs whose ``reset`` has no `options`, as SB3's own do and Muster's do not."""
+    """A vector env that takes envs without `options` in ``reset``, as SB3's own do and Muster's do not."""
 
     def __init__(self, backend: Backend, max_restarts: int | None = None, *, ignores_surplus: bool = False) -> None:
         writer = partial(OneByOneWriter, ignores_surplus=ignores_surplus)
@@ -269,7 +269,7 @@ class DummyVecEnv(MusterVecEnv):
         self.metadata = self.envs[0].metadata
 
     def step_async(self, actions: Any) -> None:
-        """Keeps `actions` ``[N, ...]``, by which `step_wait` steps the envs."""
+        """Keeps `actions` ``[N, ...]`` for `step_wait`, which steps the envs."""
         self.actions = actions
 
     def step_wait(self) -> VecStep:

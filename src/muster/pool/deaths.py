@@ -63,7 +63,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 def is_from_outside(exit_code: int | None) -> bool:
-    """Whether a process did not end by what its own code did."""
+    """True if it was not the process's own code that has ended it."""
     if exit_code is None or exit_code == EXIT_NO_THREADS:
         return True
     return exit_code < 0 and -exit_code not in (*_CRASHES, signal.SIGABRT)

@@ -50,7 +50,7 @@ def first_changes(worker_env: WorkerEnv | None) -> Changes:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a process starts in, as it was in another process at one moment.
+    """The surroundings of a process at one moment, in which another one starts.
 
     environ: the environment.  path: ``sys.path``, see `search_path`.  folder: the working directory; None where it had
     been deleted.  umask: -1 where the kernel does not say.

@@ -1,4 +1,4 @@
-"""What a worker does as a process that multiprocessing has started: its locks, queues and proxies work in it."""
+"""The duties of a process of multiprocessing, done by a worker: locks, queues and proxies work in it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _INTERRUPTIBLE_S = 0.5
 
 
 class _Key(NamedTuple):
-    """What a launcher is for. limits: values of the variables for thread pools, which a preloaded library has read."""
+    """The purpose of a launcher. limits: the variables for thread pools, which a preloaded library has read."""
 
     pid: int
     method: str
@@ -121,7 +121,6 @@ class LauncherClient:
         own(self._control.fileno())
 
     def is_usable(self) -> bool:
-        """Whether this launcher can start workers."""
         return self._in_step and self._process.poll() is None
 
     def release(self) -> None:

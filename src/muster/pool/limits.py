@@ -72,7 +72,7 @@ class Limits:
 
     start_timeout: seconds for a worker until its resident is built.  step_timeout: for an answer, None without a limit.
     close_timeout: for each env's own ``close()``, None without a limit.  on_failure: "raise" or "restart".
-    max_restarts: within a minute, of what is in one place.  nouns: by which errors name these options.
+    max_restarts: within a minute, of what is in one place.  nouns: for these options in errors.
     closing: what holds in the place of `close_timeout`, for front ends that close as others do.
     Raises ConfigError.
     """

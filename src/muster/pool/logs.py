@@ -1,7 +1,7 @@
 """The log records of workers, on their way to the caller's loggers.
 
 They lie one behind the other in a memfd that all workers of a vector env append to: writing never waits for a reader.
-A byte in front of them tells the caller that there are some, which costs a step nothing while there are none. Behind
+A byte in front of them says to the caller that there are some, which costs a step nothing while there are none. Behind
 the byte stand the end of the whole records, and the number of those that found no room.
 """
 
@@ -274,7 +274,7 @@ class Forwarder(logging.Handler):
 class LogForwarding:
     """Has the records of this worker go to the caller's handlers. fd: of the `LogInbox`.
 
-    levels: the caller's; None in a fork, which has them, and the handlers too, whose place is taken. Its filters go:
+    levels: the caller's; None in a fork, which has them, and handlers that are replaced. Its filters go:
     they run in the caller, for every record that arrives there.
     """
 
@@ -294,8 +294,8 @@ class LogForwarding:
     def restore(self, *, drops_handlers: bool = False) -> None:
         """Sets the caller's levels, and its handlers' stand-ins where code has removed them.
 
-        drops_handlers: removes other handlers beside them, and all filters: copies of the caller's, whose script was
-        run here.
+        drops_handlers: removes all other handlers and all filters: copies of the caller's, since the
+        script was run here.
         """
         logging.disable(self._levels.disabled)
         for name, level in self._levels.levels.items():
@@ -320,4 +320,4 @@ def _text(value: Any) -> str:
     try:
         return repr(value)
     except Exception as error:
-        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+        return f"<{type(value).__name__}: its repr raised {type(error).__name__}>"

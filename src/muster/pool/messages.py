@@ -56,7 +56,7 @@ class Inherited(Message):
     """A worker's part of what its caller passes on, as multiprocessing does to processes that it spawns.
 
     num_fds: fds that its plan needs, which come with the order.  has_tracker: one more fd comes, the resource
-    tracker's.  authkey: by which the caller's processes know each other, for the proxies of a manager.
+    tracker's.  authkey: of the caller's processes, for the proxies of a manager.
     """
 
     num_fds: int

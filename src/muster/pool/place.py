@@ -41,7 +41,7 @@ _OTHERS_FAIL_S = 0.5
 
 @dataclass
 class Plan:
-    """What one place holds.
+    """The plan of one place.
 
     content: what its resident is built from; sent as a pickle, and under fork inherited as it is.
     info: what the worker sees of itself; the pool adds the seed, unless its owner has.
@@ -57,7 +57,7 @@ class Plan:
     fds: list[int] = field(default_factory=list)
 
     def next_info(self) -> WorkerInfo:
-        """What the next worker in this place sees of itself.
+        """The info of the next worker in this place.
 
         It draws other random numbers than its predecessor, which might end it in the same way.
         """
@@ -174,7 +174,7 @@ class Place(Owing):
         self.usage_at_start = usage_of(self.process.pid)
 
     def is_tried_again(self, error: BaseException, most: int | None) -> bool:
-        """Whether another worker is to begin after `error` at the start of all, `most` times; a warning says so."""
+        """True if another worker is to begin after `error` at the start of all, `most` times; a warning says so."""
         never = isinstance(error, MusterError) and not isinstance(error, (EnvError, WorkerError))
         if self.tries > (most or 0) or never or not isinstance(error, Exception):
             return False
@@ -249,7 +249,7 @@ class Inheritance:
     fds: for each worker those that its recipes need, see `recipe.pack`.
 
     The fds are copied, so that a replacement of a worker can receive them, too; until then nobody who reads from one of
-    these pipes is told that all other ends are closed.
+    these pipes hears that all other ends are closed.
     """
 
     def __init__(self, fds: Sequence[Sequence[int]]) -> None:
@@ -274,7 +274,7 @@ class Inheritance:
 
 @dataclass
 class Starting:
-    """What only the start of a pool needs, and that of its replacements.
+    """The things that only the start of a pool needs, and that of its replacements.
 
     surroundings: by place.  reports: of the first worker's building.  fails_at: when the start fails at the latest.
     """

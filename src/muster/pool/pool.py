@@ -1,4 +1,4 @@
-"""A pool of worker processes that knows no env: places, each of which holds one resident.
+"""A pool of worker processes that knows no env: places with one resident each.
 
     owner    post, Round.ask ──▶ [ channel ] ──▶ Resident.take, Resident.answer     one worker, one resident
              Round.wait      ◀── [ channel ] ◀── the answer, or what has become of the worker
@@ -268,7 +268,7 @@ class Pool(BasePool[Place]):
         try:
             while failed is None and self._places[place.index] is place:
                 failed = self._hear_one(place, place.heard())
-                if not (has_ended or place.channel.holds_more):  # a poll tells of what comes later
+                if not (has_ended or place.channel.holds_more):  # a poll reports what comes later
                     break
         except CannotTravel as error:  # so that nobody knows what it has said
             failed = error
@@ -388,7 +388,7 @@ class Pool(BasePool[Place]):
             raise error
         before = f" (while {self._nouns.worker} {place.index} was replaced, after: {place.replaces})"
         reason = f"{error}{before if place.starts and place.replaces else ''}"
-        # Killed before the owner is told: a worker that only hung could still write to what they share.
+        # Killed before the owner hears of it: a worker that only hung could still write to what they share.
         place.retire()
         if self._started:
             successor = self._hooks.on_lost(place.index, reason)
@@ -454,7 +454,7 @@ class Pool(BasePool[Place]):
         message = frame(dumps(Close()))
 
         def owed(index: int) -> int:
-            """What a worker has to do first; what has waited for its start is not sent any more."""
+            # What has waited for its start is not sent any more.
             return 0 if self._places[index].outbox else pending(index)
 
         def ask(place: Place) -> None:

@@ -106,7 +106,7 @@ def read_text(path: Path) -> str:
 
 
 class Usage(NamedTuple):
-    """The things that a process holds at one moment; None where it has ended, or the kernel does not tell.
+    """The things that a process holds at one moment; None where it has ended, or the kernel does not say.
 
     anonymous_bytes: memory that belongs to no file, with what has been swapped out; that of its `children` counts.
     handles: open file descriptors.  children: processes that it has started, or that those have started, and that
@@ -131,14 +131,14 @@ def usage_of(pid: int | None) -> Usage:
 
 
 def anonymous_bytes(pid: int) -> int | None:
-    """Bytes of memory of process `pid` that belong to no file; None where it has ended, or the kernel does not tell."""
+    """Bytes of memory of process `pid` that belong to no file; None where it has ended, or the kernel does not say."""
     lines = (line.split() for line in read_text(Path(f"/proc/{pid}/status")).splitlines())
     held = [int(words[1]) * 1024 for words in lines if words and words[0] in ("RssAnon:", "VmSwap:")]
     return sum(held) if held else None
 
 
 def figures(pid: int | None, start: Usage) -> dict[str, int | None]:
-    """What process `pid` holds, and what of that has come since `start`. Reads a few files of /proc."""
+    """The figures of process `pid`, and their growth since `start`. Reads a few files of /proc."""
     now = usage_of(pid)
     return {
         "pid": pid,
@@ -165,9 +165,9 @@ def _growth(before: int | None, now: int | None) -> int | None:
 
 
 def descendants(pid: int) -> list[int] | None:
-    """The ids of the processes that `pid` has started, and of those that these have; None if the kernel does not tell.
+    """The ids of the processes that `pid` has started, and of those that these have; None if the kernel does not say.
 
-    A process whose parent has ended belongs to nobody here.
+    An orphan belongs to nobody here.
     """
     try:
         lists = [_children(pid, thread) for thread in os.listdir(f"/proc/{pid}/task")]
@@ -190,7 +190,7 @@ def _children(pid: int, thread: str) -> list[str]:
 
 
 def private_bytes(pid: int) -> int | None:
-    """Bytes of memory that only process `pid` holds; None where it has ended, or the kernel does not tell."""
+    """Bytes of memory that only process `pid` holds; None where it has ended, or the kernel does not say."""
     private = [
         int(line.split()[1]) * 1024
         for line in read_text(Path(f"/proc/{pid}/smaps_rollup")).splitlines()
@@ -200,7 +200,7 @@ def private_bytes(pid: int) -> int | None:
 
 
 def own_memory_bytes() -> int:
-    """Bytes of memory that only this process holds, or only one of its children; 0 where the kernel does not tell."""
+    """Bytes of memory that only this process holds, or only one of its children; 0 where the kernel does not say."""
     return sum(private_bytes(one) or 0 for one in (os.getpid(), *(descendants(os.getpid()) or ())))
 
 
@@ -227,7 +227,7 @@ class MemoryPlan:
 
     @property
     def others_begin(self) -> bool:
-        """Whether the workers after the first may build."""
+        """True once the workers after the first may build."""
         return time.monotonic() >= self._others_at
 
     def look(self, reports: list[tuple[int, ...]]) -> None:
@@ -242,7 +242,7 @@ class MemoryPlan:
                 self._others_at = 0.0
 
     def accepts(self, built: Sequence[int]) -> bool:
-        """Whether the others may be built, too, after one more env of the first worker's.
+        """True if the others may be built, too, after one more env of the first worker's.
 
         built: bytes of memory that its process held before the first env, and after each env so far. After one env this
         is too strict, since libraries are counted: if there is a second one, that decides. Raises NotEnoughMemory, or

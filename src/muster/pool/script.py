@@ -44,7 +44,7 @@ _CALLED_ANYWAY = (
 _CALLED = "()"
 _SHOWN_CHARACTERS = 80
 
-# Signals whose handlers a worker needs as they are.
+# The handlers of these signals a worker needs as they are.
 _OWN_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # In a worker: the script of its caller, and the one that it is just running.
@@ -89,7 +89,7 @@ class Script:
 
     @property
     def outline(self) -> Outline | None:
-        """What its syntax tree shows; None where that cannot be read."""
+        """The outline that its syntax tree shows; None where that cannot be read."""
         try:
             return _outline(self.path, os.stat(self.path).st_mtime_ns)
         except (OSError, SyntaxError, ValueError, RecursionError):  # not a file, or no source
@@ -97,7 +97,7 @@ class Script:
 
     @property
     def may_run_again(self) -> bool:
-        """Whether another process may run its top level: where `line` stands under a main guard.
+        """True if another process may run its top level: `line` then stands under a main guard.
 
         Else that process would begin the same.
         """
@@ -119,7 +119,7 @@ class Script:
         return next((one for one in found if one.registers & lacked), None)
 
     def _shown(self) -> tuple[str | None, ModuleSpec | None]:
-        """The `__file__` and `__spec__` by which multiprocessing runs it in processes that an env spawns, or Nones."""
+        """The `__file__` and `__spec__` for multiprocessing, which runs it in an env's own processes; or Nones."""
         if not self.may_run_again:
             return None, None
         return self.path, importlib.util.find_spec(self.module) if self.module is not None else None
@@ -186,7 +186,7 @@ def _line_of(path: str, namespace: dict[str, Any]) -> int | None:
 
 @contextlib.contextmanager
 def _kept_surroundings(*, drops: bool) -> Iterator[None]:
-    """drops: whether variables that are new are taken back, which workers elsewhere have not from their caller."""
+    """drops: whether new variables are taken back. On other machines workers do not have the caller's."""
     environ, path, arguments = dict(os.environ), list(sys.path), list(sys.argv)
     handlers = {number: signal.getsignal(number) for number in _OWN_SIGNALS}
     folder = os.open(".", os.O_PATH)
@@ -254,7 +254,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Outline:
-    """What runs at a script's top level where it is not the main program: the statements that count, the names bound.
+    """The statements that count, and the names bound, at a script's top level where it is not the main program.
 
     What workers have anyway does not count. guarded: the lines that only the main program runs.
     """
@@ -342,7 +342,7 @@ class _Reader:
 
 
 def _guards(test: ast.expr) -> bool | None:
-    """Whether a condition is true in the main program alone; False: everywhere else; None: it does not ask for that."""
+    """True for a condition on being the main program; False for the opposite; None for any other."""
     match test:
         case ast.BoolOp(ast.And(), values):
             return True if any(_guards(one) for one in values) else None

@@ -41,10 +41,10 @@ _lacking: Script | None = None
 
 @dataclass(frozen=True)
 class ChosenInit:
-    """What workers do before their first env.
+    """The work of workers before their first env.
 
-    function: what each calls.  script: the caller's script, whose top level each runs.  because: the sentence that says
-    why, where nobody has asked for that.
+    function: what each calls.  script: the caller's; each runs its top level.  because: the sentence that says why,
+    where nobody has asked for that.
     """
 
     function: Init | None = None
@@ -55,7 +55,7 @@ class ChosenInit:
     def words(self) -> str:
         """The sentence about an exception that comes from the script."""
         path = "" if self.script is None else self.script.path
-        return f"Raised by {path}, whose top level each worker runs before its first env.{self.because}"
+        return f"Raised by {path}. Each worker runs its top level before its first env.{self.because}"
 
 
 NO_INIT = ChosenInit()
@@ -73,7 +73,7 @@ class Processes:
     preloads: modules that a launcher imports before it forks workers.  hash_seed: PYTHONHASHSEED, not under fork.
     are_apart: whether each worker leads a session, which ends with it, and nobody gets what the workers print and log.
     set_up: what each worker sets up before that, not under fork; None for that of the process that starts them.
-    worker: the noun by which errors name its options.  Raises ConfigError.
+    worker: the noun in the names of its options.  Raises ConfigError.
     """
 
     context: str = "auto"
@@ -94,7 +94,7 @@ class Processes:
 
 
 def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:
-    """The checked argument. starts_fresh: whether there are workers that have not what this process has set up.
+    """The checked argument. starts_fresh: whether workers lack what this process has set up.
 
     Raises ConfigError.
     """
@@ -112,7 +112,7 @@ def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:
     except TypeError as error:
         raise ConfigError(
             f"worker_init is called without arguments, but {callable_name(worker_init)} cannot be: {error}; "
-            "muster.get_worker_info().worker_index tells workers apart"
+            "muster.get_worker_info().worker_index distinguishes workers"
         ) from None
     except ValueError:  # builtins without a signature
         pass
@@ -120,7 +120,7 @@ def choose_init(worker_init: WorkerInit, *, starts_fresh: bool) -> ChosenInit:
 
 
 def choose_init_of_drop_in(worker_init: WorkerInit, *, starts_fresh: bool, original_forks: bool) -> ChosenInit:
-    """As `choose_init`, for a class in place of one whose workers have all that the script sets up.
+    """As `choose_init`, for a class in place of one with workers that have all that the script sets up.
 
     Without an argument workers run the script's top level where a statement of it counts; where the original forks,
     only for a store into what the script imports: calls must not be made again. Warns of such a store where they cannot
@@ -204,7 +204,7 @@ def _script_to_run() -> Script:
 
 @dataclass(frozen=True)
 class SetUp:
-    """What a fresh worker process sets up before anything else: the caller's settings, and its script if that is run.
+    """The things that a fresh worker process sets up first: the caller's settings, and its script if that is run.
 
     argv: ``sys.argv``.  script: the caller's.
     init: what the worker does before its first env; its function travels with the recipes.
@@ -220,7 +220,7 @@ class SetUp:
 
     @classmethod
     def of_this_process(cls, init: ChosenInit = NO_INIT) -> SetUp:
-        """What workers of this process set up."""
+        """For workers of this process."""
         script = init.script or Script.of_this_process()
         lacks = init.function is None and init.script is None
         init = replace(init, function=None)

@@ -1,4 +1,4 @@
-"""A pool whose places are threads of this process: the same verbs, where nothing is sent or replaced."""
+"""A pool of threads of this process: the same verbs, where nothing is sent or replaced."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class _Thread(Owing):
 
 
 class ThreadPool(BasePool[_Thread]):
-    """Residents in threads of this process. See `muster.pool.pool.Pool`, whose verbs it has.
+    """Residents in threads of this process. It has the verbs of `muster.pool.pool.Pool`.
 
     Plans and messages are the objects themselves. Residents are built one after the other: few constructors are
     thread-safe, and Python's warning filters are not. None is judged, lost or replaced; a thread that ends closes it.

@@ -20,7 +20,7 @@ _MOST_ENVS_BITS = 20
 
 
 def tree() -> str:
-    """What the processes of this tree have in common, and those of another do not."""
+    """The number that the processes of this tree have in common."""
     return os.environ.setdefault(TREE, _OWN)
 
 

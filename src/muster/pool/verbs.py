@@ -30,7 +30,7 @@ SLICE_S = 0.05
 
 
 class Successor(NamedTuple):
-    """What takes a lost worker's place. content: as of `Plan`.  messages: posts for it, once it is ready."""
+    """The successor of a lost worker. content: as of `Plan`.  messages: posts for it, once it is ready."""
 
     content: Any
     messages: Sequence[object] = ()
@@ -44,14 +44,14 @@ class Answered(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The end of a worker that owed an answer, and whose place another one takes."""
+    """The end of a worker that owed an answer. Another one takes its place."""
 
     place: int
     error: Exception
 
 
 class Hooks(Protocol):
-    """What the pool asks its owner. Belongs to a part of the owner that nobody's finalizer hangs on.
+    """The questions of a pool to its owner. Belongs to a part of the owner that nobody's finalizer hangs on.
 
     An owner that says what is `raised`, and no more, has workers that only read messages and that nothing replaces.
     """
@@ -64,11 +64,11 @@ class Hooks(Protocol):
         """The exception for what a worker reports."""
 
     def doing(self, place: int) -> str:
-        """What a worker that is ready, and owes no answer, is doing, in words."""
+        """The words for a worker that is ready, and owes no answer."""
         return "waiting for the caller"
 
     def state(self, place: int) -> State | None:
-        """What a worker is in that does not say so itself, see `Activity`."""
+        """The state of a worker that does not report it itself, see `Activity`."""
         return None
 
     def pending(self, place: int) -> int:
@@ -81,7 +81,7 @@ class Hooks(Protocol):
 
 
 class Whole(Uninterrupted):
-    """What must be done as a whole: where the body ends halfway, the pool is closed, since half would know of it.
+    """A block that is done as a whole: where it ends halfway, the pool is closed, since half would know of it.
 
     holds: holds signals back meanwhile, too.
     """
@@ -152,9 +152,9 @@ class Round:
     def wait(
         self, at_least: int | None = None, timeout_s: float | None = None, places: Collection[int] | None = None
     ) -> list[int]:
-        """Waits for answers, and hands logs on; returns the places whose answers are there, in the order of arrival.
+        """Waits for answers, and hands logs on; returns the places with an answer, in the order of arrival.
 
-        at_least: None for all that are owed.  places: whose answers; None for all. Fewer are there after the timeout.
+        at_least: None for all that are owed.  places: those that count. Fewer are there after the timeout.
         Raises ClosedError, and what closed the pool.
         """
         self._pool.require_places(places or ())
@@ -297,7 +297,7 @@ class BasePool(ABC, Generic[P]):
         return ClosedError(f"{self._nouns.pool} closed, by another thread or after an error")
 
     def _begins_to_close(self) -> bool:
-        """Whether this call closes the pool: the first one, in the process that has made it."""
+        """True if this call closes the pool: the first one, in the process that has made it."""
         if self._owner != os.getpid():
             return False
         try:
@@ -308,7 +308,7 @@ class BasePool(ABC, Generic[P]):
         return True
 
     def _is_closer(self) -> bool:
-        """Whether this thread has closed the pool; it ends again what a Ctrl-C has left of that."""
+        """True if this thread has closed the pool; it ends again what a Ctrl-C has left of that."""
         return self._owner == os.getpid() and self._closer == threading.get_ident()
 
     @abstractmethod

@@ -34,14 +34,14 @@ _MUSTER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 State = tuple[int, int, int]
-"""A `Doing`, the env whose code a worker is in, and since when by the core's clock. NOTHING where it only owes that."""
+"""A `Doing`, the env that a worker is in, and since when by the core's clock. NOTHING where it only owes that."""
 
 About = tuple[str, str, Sequence[str]]
 """What to say of a wait: the env's name, a sentence, and the stack of the thread that steps it."""
 
 
 class Activity:
-    """What a worker is in, which it writes itself: the core's record of a host, in memory that its owner reads.
+    """The state of a worker, which it writes itself: the core's record of a host, in memory that its owner reads.
 
     memory: uint8, of the record; None for memory of this process alone.
     """
@@ -64,7 +64,6 @@ class Activity:
             self.put(doing_before, env_before)
 
     def read(self) -> State:
-        """What the worker is in."""
         doing, env, since = _FIELDS.unpack_from(self.memory.data, HOST_DOING_AT)
         return doing, env, since
 

@@ -79,7 +79,7 @@ class Here:
 
 
 class Resident:
-    """What a place of a pool holds: built there from a plan, asked by the owner, closed at the end.
+    """The thing in a place of a pool: built there from a plan, asked by the owner, closed at the end.
 
     An exception of `answer`, `take` or `between` costs the resident its place.
     """
@@ -97,7 +97,7 @@ class Resident:
         """Builds it."""
 
     def facts(self) -> Any:
-        """What the owner has to know of it, once it is built."""
+        """The facts that the owner has to know, once it is built."""
 
     def answer(self, question: Any) -> Any:
         """The answer to a question."""

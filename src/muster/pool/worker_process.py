@@ -78,7 +78,7 @@ class WorkerProcess:
         self.pid = pid
         self._is_apart = is_apart
         self._pidfd = pidfd
-        self._status_fd = status_fd  # None for a child of this process, whose status `waitpid` returns
+        self._status_fd = status_fd  # None for a child of this process: `waitpid` returns its status
         self._tail_fd = tail_fd
         self._stderr_fd = stderr_fd
         # The worker's; noted now since the caller may leave its session later.
@@ -95,7 +95,7 @@ class WorkerProcess:
         return self._pidfd
 
     def has_ended(self) -> bool:
-        """Whether the worker has ended; reaps it, and kills what it left running."""
+        """True once the worker has ended; reaps it, and kills what it left running."""
         with self._reaping:
             if not self._ended and readable([self.fileno()], 0.0):
                 self.exit_code = self._reap()
@@ -159,7 +159,7 @@ class WorkerProcess:
         return os.fstat(self._tail_fd).st_size
 
     def release(self) -> None:
-        """Closes the fds that the caller holds for the worker, whose process must have ended."""
+        """Closes the fds that the caller holds for the worker. Its process must have ended."""
         with self._reaping:
             if not self._released:
                 self._pass_on_rest()

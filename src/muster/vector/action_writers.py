@@ -103,7 +103,7 @@ class AgentsWriter(ActionWriter):
             return super().write(allowed, ids)
 
     def _ignoring_idle(self, actions: Any, ids: Array) -> dict[str, Any] | None:
-        """`actions` with allowed values for agents whose actions do not count; None where the actions are no batch."""
+        """`actions` with allowed values for agents that do not act; None where the actions are no batch."""
         slab = self._backend.slab
         rows = slab.plan.obs
         assert isinstance(rows, RowNode)

@@ -31,7 +31,7 @@ from muster.vector.raisers import raise_env_error, raise_original
 from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo
 
-# The most processes on a core of which all wait awake for long; measured in docs/adr/0003-doorbell.md.
+# The most processes on a core that all wait awake for long; measured in docs/adr/0003-doorbell.md.
 _AWAKE_PER_CORE = 20
 
 

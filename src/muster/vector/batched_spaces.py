@@ -25,7 +25,7 @@ class BatchedSpaces:
 
 
 def equal_spaces(facts: Sequence[EnvFacts], *, bounds: bool = True) -> BatchedSpaces:
-    """The spaces of envs whose spaces are equal. Raises SpecMismatch for the first env that differs from env 0.
+    """The spaces of envs that agree in them. Raises SpecMismatch for the first env that differs from env 0.
 
     bounds: whether those of observations have to be equal, too.
     """

@@ -109,7 +109,7 @@ def require_callable(name: Any) -> None:
 def require_agreement(
     observation_spaces: Sequence[Space], action_spaces: Sequence[Space], *, bounds: bool, action_bounds: bool = True
 ) -> None:
-    """Raises SpecMismatch for the first env whose spaces differ from those of env 0.
+    """Raises SpecMismatch for the first env with other spaces than env 0.
 
     bounds, action_bounds: whether the bounds of observation spaces, and of action spaces, have to agree.
     """

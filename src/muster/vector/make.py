@@ -119,7 +119,7 @@ def make_vec(
         other workers are forked from a process that has started already; those of "fork" have all that the caller has
         imported, too. Envs that the caller steps itself have the caller's environment.
     worker_init: called once in each worker process before what its envs need is imported: a function without arguments,
-        for what a script sets up beside its own classes, functions and globals, which travel: patched libraries,
+        for what a script sets up apart from its own classes, functions and globals, which travel: patched libraries,
         aliases in ``sys.modules``, registries. "script": each worker runs the script's top level instead, as
         multiprocessing does; the script needs a main guard. A worker that replaces another one does the same. NumPy's
         error handling (``np.seterr``), torch's default dtype and the recursion limit are copied anyway; warning filters

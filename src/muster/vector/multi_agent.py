@@ -101,7 +101,7 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
 
     @verb
     def sample_actions(self) -> dict[str, Any]:
-        """Random actions ``[N, A, ...]`` by group that the envs allow, of `action_space`, whose ``seed`` seeds them.
+        """Random actions ``[N, A, ...]`` by group that the envs allow, of `action_space`. Its ``seed`` seeds them.
 
         Of n choices an agent has those of the last ``infos["action_mask"]``; all of them without one, and while the env
         owes an answer.
@@ -244,5 +244,5 @@ def _cut_off(rewards: Array, flags: Array, lost: Bools) -> tuple[Array, Array]:
 
 
 def any_true(flags: Bools) -> bool:
-    """Whether any flag is True; ``flags.any()`` takes five times as long for a few flags."""
+    """True if any flag is; ``flags.any()`` takes five times as long for a few flags."""
     return 1 in flags.tobytes()

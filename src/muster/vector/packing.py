@@ -60,11 +60,11 @@ def count_processes(
     *,
     packs: bool,
 ) -> int:
-    """The number of processes for envs whose number of workers the user has not given.
+    """The number of processes for envs where the user has named no number of workers.
 
     asked: "auto" packs the envs where a trial shows that two side by side are what each is alone, and says what it has
     chosen.  packs: whether the envs are known to share nothing, and are packed without a trial, unless they have
-    windows.  processes: whose ways the trial's process has, with the first worker's environment.
+    windows.  processes: how they start; the trial's process starts so as well, with the first worker's environment.
     timeout_s: seconds for each stage of the trial.
     """
     count, fewest = len(recipes), min(cores, len(recipes))
@@ -98,7 +98,7 @@ def _why_apart(recipes: Sequence[Recipe], processes: Processes, timeout_s: float
             return f"the envs share {shared} with this process: not tried"
     kinds = kinds_of(recipes, _MOST_KINDS)
     if kinds is None:
-        return f"they are of more than {_MOST_KINDS} kinds, too many to try each beside each"
+        return f"they are of more than {_MOST_KINDS} kinds, too many to try each with each"
     pairs = [kind[:2] for kind in kinds if len(kind) > 1]
     pairs += [[one[0], other[0]] for one, other in combinations(kinds, 2)]
     reasons = (_why_two_apart(pair, processes, timeout_s) for pair in pairs)

@@ -1,4 +1,4 @@
-"""The parts of which a vector env is made."""
+"""The parts that make a vector env."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class SteppingOptions:
-    """The options by which one vector env steps. max_restarts: None where a failure is an error at once."""
+    """The options of one vector env's stepping. max_restarts: None where a failure is an error at once."""
 
     autoreset_mode: AutoresetMode
     copy: bool = True

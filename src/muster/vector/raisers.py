@@ -15,7 +15,7 @@ Raiser = Callable[[Sequence[Failure], Batch | None], NoReturn]
 
 
 def raise_env_error(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
-    """Raises the first failure as an EnvError, whose `batch` holds the rows of the envs that did not fail."""
+    """Raises the first failure as an EnvError. Its `batch` holds the rows of the envs that did not fail."""
     error = to_one_exception(failures)
     if isinstance(error, (EnvError, CannotTravel)):
         error.batch = batch

@@ -1,4 +1,4 @@
-"""What stepping returns, and the statistics of a vector env: its counts, and what its processes do and hold."""
+"""The results of stepping, and the statistics of a vector env: its counts, and what its processes do and hold."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _host_stats(backend: Backend, host: int, pid: int | None, start: Usage) -> d
 
 
 def described(envs: Any) -> str:
-    """What `repr` shows of a vector env: its class, its envs' id where they have one, how many they are, and agents."""
+    """A vector env in one line, for `repr`: its class, its envs' id if they have one, their number, and agents."""
     spec, agents = getattr(envs, "spec", None), sum(map(len, getattr(envs, "groups", {}).values()))
     parts = [*([spec.id] if spec else []), f"num_envs={envs.num_envs}", *[f"agents={agents}"] * bool(agents)]
     return f"{type(envs).__name__}({', '.join([*parts, *['closed'] * envs.closed])})"

@@ -87,7 +87,7 @@ def try_side_by_side(pair: Trials, rows: int = ROWS, *, gives_up: bool = False) 
 def _changed(
     alone: Sequence[dict[str, Any]], together: dict[str, Any], play_one: Callable[[int], dict[str, Any]]
 ) -> str | None:
-    """What differs beside another env, in words: the trajectory, or an info that repeats where the env is alone.
+    """The difference that another env makes, in words: the trajectory, or an info that repeats where the env is alone.
 
     alone, together: the results of playing.  play_one: plays one of the envs alone, in another process.
     Raises _NotKnown for a trajectory that does not repeat where the env is alone.
@@ -113,7 +113,7 @@ def _changed(
 def play_alone(first: Recipe, second: Recipe, reporter: Reporter, rows: int, which: int) -> None:
     """The trial that plays one of two envs in a process of its own, and reports its digests."""
     reporter.stage("building it")
-    seed_globals(0)  # an env that draws from the global generators repeats alone, and not beside another
+    seed_globals(0)  # an env that draws from the global generators repeats alone, and not together with another
     with built((first, second)[which], which) as env:
         reporter.stage("stepping it")
         player = Player(env, reporter.alive)
@@ -158,7 +158,7 @@ def _play(players: Sequence[Player], infos: Sequence[WorkerInfo | None], seeds: 
 def built(recipe: Recipe, which: int = 0) -> Iterator[Any]:
     """An env of `recipe`, closed at the end of the context. which: of those that a trial may run at once."""
     indices = UniqueIndices()
-    own = indices.take(which + 1)[-1:]  # alone the same as beside others
+    own = indices.take(which + 1)[-1:]  # alone the same as together with others
     with worker_info_context(WorkerInfo(recipe.env_index, 0, 1, 1, seed=0, unique_indices=own)):
         made = recipe.build()
         yield made.env

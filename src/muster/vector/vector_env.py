@@ -44,7 +44,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     """
 
     _batch: type[BatchT]
-    _methods: Any = None  # the class whose `reset_async` and such `reset` and `call` call; None: the own one
+    _methods: Any = None  # `reset` and `call` call the `reset_async` and such of this class; None: the own one
     __repr__ = results.described
 
     def __init__(self, assembled: Assembled) -> None:
@@ -261,7 +261,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @property
     def closed(self) -> bool:
-        """Whether the vector env is closed for good: by `close`, or after an error that says so."""
+        """True if the vector env is closed for good: by `close`, or after an error that says so."""
         return self._caller.closed
 
     def close(self, timeout: float | None = None, terminate: bool = False) -> None:
@@ -309,12 +309,12 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     @property
     def needs_reset(self) -> npt.NDArray[np.bool_]:
-        """bool ``[N]``: the envs whose last row ended an episode that no reset has followed yet."""
+        """bool ``[N]``: True where an env's last row ended an episode that no reset has followed yet."""
         return cast("npt.NDArray[np.bool_]", self._records["needs_reset"].copy())
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C or a handler has ended a call since anything was sent; `reset` then drops what envs owe."""
+        """True if Ctrl-C or a handler has ended a call since anything was sent; `reset` then drops what envs owe."""
         return self._caller.interrupted
 
     @property
@@ -446,7 +446,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             reader.add_final(infos, final_obs, reader.final(env, objects[row]), row, len(ids))
 
     def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
-        """The observations and infos of all envs after a reset of the envs `ids`, whose infos are `infos`."""
+        """The observations and infos of all envs after a reset of the envs `ids`. infos: those of the latter."""
         infos = {key: spread(column, ids, self.num_envs) for key, column in infos.items()}
         return self._backend.obs_again(self._all, copies=copies), infos
 
@@ -482,7 +482,7 @@ class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, an
 
     @verb
     def sample_actions(self) -> Any:
-        """Random actions ``[N, ...]`` that the envs allow, of `action_space`, whose ``seed`` seeds them.
+        """Random actions ``[N, ...]`` that the envs allow, of `action_space`. Its ``seed`` seeds them.
 
         Those of the ``"action_mask"`` in an env's last observation or infos; SpecMismatch for one that fits none.
         """
