@@ -1,4 +1,4 @@
-"""What worker processes start in: environment variables that users set, the search path, the folder, the umask."""
+"""The environment of worker processes: variables that users set, the search path, the folder, the umask."""
 
 from __future__ import annotations
 
