@@ -12,10 +12,10 @@ import pytest
 import muster
 from muster.errors import CannotTravel, UnknownMessage, WorkerDied
 from muster.hosts.env_resident import EnvResident
-from muster.hosts.questions import Again, Call, EnvQuestion, Packed, Reset, SetAttr, Spaces, packer, unopened
+from muster.hosts.questions import Again, Call, EnvQuestion, Packed, Reset, SetAttr, Spaces, packer
 from muster.hosts.requests import Attach, EnvPlan, Restart
 from muster.pickling import MAKE_VEC
-from muster.pool.messages import Message
+from muster.pool.messages import Message, unopened
 from muster.transport.mail import dumps
 
 QUESTIONS = [Attach(Mock(), Mock(), Mock()), Call.of("render", (), {}), SetAttr("gravity", {0: 9.8}), Spaces()]

@@ -103,7 +103,7 @@ FORK = '\n  context="fork" copies all objects. Nobody looks at what a fork break
         (zmq.Context, "zmq.sugar.context.Context", "muster.lazy(zmq.Context)"),
         (threading.Lock, "_thread.lock", "muster.lazy(threading.Lock)"),
         (threading.RLock, "_thread.RLock", "muster.lazy(threading.RLock)"),
-        (generate, "generator", "muster.lazy(function)"),
+        (generate, "generator", "muster.lazy(generate)"),
         (lambda: ctypes.pointer(ctypes.c_int(3)), "LP_c_int", "Build it in the worker instead: set "),
         (lambda: ctypes.CDLL(None), "ctypes.CDLL", "muster.lazy(ctypes.CDLL,"),
         (

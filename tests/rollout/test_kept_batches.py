@@ -70,13 +70,13 @@ def test_a_forked_child_keeps_the_batch_that_it_was_forked_with(sync):
             finally:
                 os._exit(0)
         del batch
-        size = os.fstat(collector._collectors._pool._batch_memory.fd).st_size
+        size = os.fstat(collector._collectors._pool._carrier._memory.fd).st_size
         for _ in range(10):
             collector.rollout()
         os.write(asks[1], b"x")
         assert os.read(answers[0], 100) == b"same"
         os.waitpid(child, 0)
-        assert os.fstat(collector._collectors._pool._batch_memory.fd).st_size <= size + 2 * 4096
+        assert os.fstat(collector._collectors._pool._carrier._memory.fd).st_size <= size + 2 * 4096
     for fd in (*asks, *answers):
         os.close(fd)
 
@@ -86,10 +86,10 @@ def test_memory_of_dropped_batches_is_used_again():
     with muster.MultiCollector(Clock, **options) as collector:
         for _ in range(20):
             collector.rollout()
-        size = os.fstat(collector._collectors._pool._batch_memory.fd).st_size
+        size = os.fstat(collector._collectors._pool._carrier._memory.fd).st_size
         for _ in range(20):
             collector.rollout()
-        assert os.fstat(collector._collectors._pool._batch_memory.fd).st_size == size
+        assert os.fstat(collector._collectors._pool._carrier._memory.fd).st_size == size
 
 
 class Tabled(nn.Module):

@@ -96,6 +96,14 @@ def _text_file(file: Any) -> dict[str, Any]:
     return {**_file(file), "reason": reason, "warns": True}
 
 
+def _generator(generator: Any) -> dict[str, Any]:
+    code = next(code for name in ("gi", "cr", "ag") if (code := getattr(generator, f"{name}_code", None)) is not None)
+    if not generator.__qualname__.isidentifier():
+        return {}  # no function of a module makes it
+    takes_nothing = not code.co_argcount and not code.co_kwonlyargcount
+    return {"builder": generator.__qualname__, "arguments": "" if takes_nothing else None}
+
+
 def _module(module: types.ModuleType) -> dict[str, Any] | None:
     return None if is_found_by_name(module) else {"arguments": f'"{module.__name__}"'}
 
@@ -131,7 +139,7 @@ _FILE = Kind("an open file belongs to the process that opened it", builder="open
 _SQLITE = Kind(
     "an SQLite connection belongs to the process that opened it", builder="sqlite3.connect", shared="by fork"
 )
-_GENERATOR = Kind("a generator's stack frame cannot be sent")
+_GENERATOR = Kind("a generator's stack frame cannot be sent", changes=_generator)
 _ARRAY = Kind("", builder="numpy.load", arguments='"data.npy", mmap_mode="r"', warns=True, changes=_array)
 _RANDOM = Kind(
     "every worker gets a copy in the same state, so its envs repeat each other's draws",

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import FileFinder
 from typing import Any
 
 from muster.arguments import as_whole
@@ -103,8 +104,20 @@ def changed(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> di
 
 
 def search_path() -> list[Any]:
-    """``sys.path`` for another process, which may work in another folder."""
-    return [os.path.abspath(one) if isinstance(one, str) and one and os.path.exists(one) else one for one in sys.path]
+    """``sys.path`` for another process. Relative folders are those that this process looks in.
+
+    That is where they were when Python first looked there: a change of the working directory changes nothing.
+    """
+    return [_absolute(entry) for entry in sys.path]
+
+
+def _absolute(entry: Any) -> Any:
+    if not isinstance(entry, str) or not entry:  # the working directory, whatever that is at the moment
+        return entry
+    finder = sys.path_importer_cache.get(entry)
+    if isinstance(finder, FileFinder):
+        return finder.path
+    return os.path.abspath(entry) if os.path.exists(entry) else entry  # or a name for a hook, as setuptools has them
 
 
 def _checked(variables: Any, name: str) -> Changes:

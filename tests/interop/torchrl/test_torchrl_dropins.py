@@ -2,6 +2,7 @@ import gc
 import os
 from functools import partial
 
+import dropin_envs
 import numpy as np
 import pytest
 import torch
@@ -153,7 +154,8 @@ def test_next_step_envs_and_tuple_spaces_are_refused():
         as_torchrl(Counter())
 
 
-def test_parallel_env_gives_each_env_a_process_of_its_own():
+def test_parallel_env_gives_each_env_a_process_of_its_own(monkeypatch):
+    monkeypatch.setattr(dropin_envs, "_in_this_process", [])  # which forks inherit
     envs = ParallelEnv(3, Alone, mp_start_method="fork")
     assert len(set(envs.vector_env.call("where"))) == 3
     envs.close()
