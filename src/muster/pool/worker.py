@@ -8,12 +8,14 @@ import fcntl
 import functools
 import gc
 import importlib
+import logging
 import os
 import pickle
 import random
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,7 +25,7 @@ import numpy as np
 from muster._core import EXIT_FDS_CLOSED, EXIT_NO_THREADS, MARK, STACK_SIGNAL, Doing, kill_started, start_watchdog
 from muster.errors import UnknownMessage
 from muster.pickling.main_module import ABOUT_INIT, Init, MainModule, run_once
-from muster.pool.inherit_in_worker import after_fork, finish_queues, take_over
+from muster.pickling.shared_pickling import use_tracker
 from muster.pool.logs import LogForwarding
 from muster.pool.messages import (
     Answer,
@@ -32,6 +34,7 @@ from muster.pool.messages import (
     Closed,
     Closing,
     Failed,
+    Inherited,
     Message,
     Post,
     Progress,
@@ -41,6 +44,7 @@ from muster.pool.messages import (
     Unpacking,
     expect,
 )
+from muster.pool.resources import limit_reached
 from muster.pool.set_up import about_script
 from muster.pool.watch import Activity, activity_in
 from muster.pool.worker_process import flush_streams, ignore_user_signals, kill_group
@@ -48,6 +52,10 @@ from muster.transport.big_arrays import map_big_arrays
 from muster.transport.channel import Channel, ChannelClosed
 from muster.transport.mail import dumps
 from muster.worker_info import WorkerInfo, worker_info_context
+
+_log = logging.getLogger("muster")
+
+_FLUSH_S = 5.0
 
 
 @dataclass
@@ -319,3 +327,51 @@ def limit_threads(count: int) -> None:
     if torch := sys.modules.get("torch"):
         first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is for nested regions
         torch.set_num_threads(int(first) if first.isdecimal() and int(first) else count)
+
+
+# ---- what processes of multiprocessing do: its locks, queues and proxies work in a worker
+
+
+def take_over(inherited: Inherited, fds: Sequence[int]) -> Sequence[int]:
+    """Makes this worker the heir of its caller; returns the fds for the recipes. Raises LimitReached."""
+    if len(fds) < inherited.num_fds + inherited.has_tracker:
+        raise limit_reached(errno.EMFILE, "this worker could not take the files of its recipes")
+    if inherited.has_tracker:
+        use_tracker(fds[-1])
+    if inherited.authkey is not None:
+        import multiprocessing.process
+
+        multiprocessing.process.current_process().authkey = inherited.authkey
+    return fds[: inherited.num_fds]
+
+
+def after_fork() -> None:
+    """Does in a forked worker what multiprocessing does in processes that it forks: queues start anew, and so on."""
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util._finalizer_registry.clear()
+        util._run_after_forkers()
+
+
+def finish_queues() -> None:
+    """Writes out what this process has put into multiprocessing's queues, as the end of its own processes does.
+
+    Gives up after some seconds: a queue that is full, and that nobody reads, takes no more.
+    """
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is None:
+        return
+
+    def finish() -> None:
+        util._run_finalizers(0)
+        util._run_finalizers()
+
+    thread = threading.Thread(target=finish, daemon=True, name="muster-queues")
+    thread.start()
+    thread.join(_FLUSH_S)
+    if thread.is_alive():
+        _log.warning(
+            "A multiprocessing queue was not written out within %.0f s, since nobody reads it; the rest of what this "
+            "worker has put is lost. Read the queue before close().",
+            _FLUSH_S,
+        )
