@@ -14,19 +14,29 @@ from muster.spaces.compare import first_difference
 from muster.vector.batched_spaces import BatchedSpaces
 
 ObservationMode = str | tuple[spaces.Space[Any], spaces.Space[Any]]
-# What Gymnasium's classes say, with their names, of sub-environments that differ.
-_SAME = (
-    "{}(..., observation_mode='same') however the sub-environments observation spaces are not equivalent. If this is "
-    "intentional, use `observation_mode='different'` instead."
+# The messages for sub-environments that differ: in observation spaces that must be equal, in observation spaces that
+# must have the same shape and dtype, and in action spaces.
+Complaints = tuple[str, str, str]
+
+SYNC_COMPLAINTS: Complaints = (
+    "SyncVectorEnv(..., observation_mode='same') however the sub-environments observation spaces are not "
+    "equivalent. If this is intentional, use `observation_mode='different'` instead.",
+    "SyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environments observation "
+    "spaces do not share a common shape and dtype.",
+    "Sub-environment action space doesn't make the `single_action_space`.",
 )
-_FITTING = (
-    "{}(..., observation_mode='different' or custom space) however the sub-environments observation spaces do not "
-    "share a common shape and dtype."
+ASYNC_COMPLAINTS: Complaints = (
+    "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation spaces are not "
+    "equivalent. If this is intentional, use `observation_mode='different'` instead.",
+    "AsyncVectorEnv(..., observation_mode='different' or custom space) however the sub-environment's observation "
+    "spaces do not share a common shape and dtype.",
+    "Some environments have an action space different from `single_action_space`. In order to batch actions, the "
+    "action spaces from all environments must be equal.",
 )
 
 
-def agreed_spaces(mode: ObservationMode, name: str, facts: Sequence[EnvFacts]) -> BatchedSpaces:
-    """The spaces of Gymnasium's class `name`. Raises its exceptions for an env that does not agree."""
+def agreed_spaces(mode: ObservationMode, complaints: Complaints, facts: Sequence[EnvFacts]) -> BatchedSpaces:
+    """The spaces of Gymnasium's classes. Raises their exceptions, with `complaints`, for an env that does not agree."""
     first = facts[0]
     single = first.observation_space
     if isinstance(mode, tuple) and len(mode) == 2:
@@ -44,24 +54,24 @@ def agreed_spaces(mode: ObservationMode, name: str, facts: Sequence[EnvFacts]) -
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
             f"space, actual got {mode}"
         )
+    same, fitting, actions = complaints
     for env, one in enumerate(facts):
         got = one.observation_space
         suffix = f" Sub-environment {env} has {got}, expected {single}."
         if mode == "same" and got != single:
-            raise RuntimeError(_SAME.format(name) + suffix)
+            raise RuntimeError(same + suffix)
         if first_difference(single, got, "observation", bounds=False):
-            raise RuntimeError(_FITTING.format(name) + suffix)
+            raise RuntimeError(fitting + suffix)
         if one.action_space != first.action_space:
             raise RuntimeError(
-                "Sub-environment action space doesn't make the `single_action_space`. "
-                f"Sub-environment {env} has {one.action_space}, expected {first.action_space}."
+                f"{actions} Sub-environment {env} has {one.action_space}, expected {first.action_space}."
             )
     return BatchedSpaces(single, first.action_space, observations, batch_space(first.action_space, len(facts)))
 
 
-def shareable_spaces(mode: ObservationMode, name: str, facts: Sequence[EnvFacts]) -> BatchedSpaces:
+def shareable_spaces(mode: ObservationMode, complaints: Complaints, facts: Sequence[EnvFacts]) -> BatchedSpaces:
     """The spaces that `agreed_spaces` returns. Raises ConfigError for custom ones: shared memory cannot hold them."""
-    agreed = agreed_spaces(mode, name, facts)
+    agreed = agreed_spaces(mode, complaints, facts)
     if _is_custom(agreed.single_observation):
         raise ConfigError(
             f"the observation space {agreed.single_observation} is none of Gymnasium's: pass "

@@ -34,7 +34,13 @@ from muster.errors import (
 )
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure
-from muster.interop.agreed_spaces import ObservationMode, agreed_spaces, shareable_spaces
+from muster.interop.agreed_spaces import (
+    ASYNC_COMPLAINTS,
+    SYNC_COMPLAINTS,
+    ObservationMode,
+    agreed_spaces,
+    shareable_spaces,
+)
 from muster.interop.starting import in_this_process, limits_of, processes, recipes_of, ways_of
 from muster.interop.vector_specs import read_vector_spec
 from muster.pickling import UserCall
@@ -154,7 +160,7 @@ class SyncVectorEnv(_DropIn):
         self.copy = copy
         self._set_up(observation_mode, autoreset_mode)
         backend = in_this_process(recipes_of(self.env_fns, SYNC_VECTOR_ENV, may_reuse=True), worker_init)
-        agree = partial(agreed_spaces, observation_mode, "SyncVectorEnv")
+        agree = partial(agreed_spaces, observation_mode, SYNC_COMPLAINTS)
         with originals_raised():
             self._start(backend, agree, raise_original)
         self.envs = backend.envs
@@ -243,7 +249,7 @@ class AsyncVectorEnv(_DropIn):
             permits = multiprocessing.get_context(context or "forkserver").BoundedSemaphore(max_concurrency)
         self.max_concurrency = max_concurrency
         self._doing = "step"  # what envs that owe an answer were asked for last
-        agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, "AsyncVectorEnv")
+        agree = partial(shareable_spaces if shared_memory else agreed_spaces, observation_mode, ASYNC_COMPLAINTS)
         with originals_raised():
             recipes = [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)]
             ways = ways_of(context, 1, worker_env, worker_init, original_forks=context is None)
