@@ -240,9 +240,18 @@ def test_envs_that_fail_are_replaced_on_request(make):
 
 
 @pytest.mark.usefixtures("launchers_of_users")
-def test_what_forks_the_workers_has_imported_sb3(make, capfd):
-    envs = make(make_vec_env(Counter, 2, vec_env_cls=SubprocVecEnv))
+@pytest.mark.parametrize(
+    ("make_envs", "expected"),
+    [
+        (lambda: make_vec_env(Counter, 2, vec_env_cls=SubprocVecEnv), True),
+        pytest.param(lambda: SubprocVecEnv([lambda: Monitor(Counter())] * 2), True, marks=pytest.mark.slow),
+        (lambda: SubprocVecEnv([Counter] * 2), False),
+    ],
+    ids=["make_vec_env", "a function that names Monitor", "envs without SB3"],
+)
+def test_what_forks_the_workers_has_imported_sb3_where_they_need_it(make_envs, expected, make, capfd):
+    envs = make(make_envs())
     assert envs.reset().shape == (2, 1)
     (parent,) = {Path(f"/proc/{pid}/stat").read_text().split()[3] for pid in envs.env_method("where")}
-    assert "/libtorch" in Path(f"/proc/{parent}/maps").read_text()
+    assert ("/libtorch" in Path(f"/proc/{parent}/maps").read_text()) is expected
     assert "without preloaded modules" not in capfd.readouterr().err

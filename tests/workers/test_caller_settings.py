@@ -21,6 +21,7 @@ WAYS: list[Any] = [
     {"backend": "thread"},
     {"backend": "serial"},
 ]
+logged: list[str] = []
 
 
 class Sensor(Counter):
@@ -41,6 +42,10 @@ class Sensor(Counter):
             "recursion": sys.getrecursionlimit(),
             "errors": dict(np.geterr()),
         }
+
+
+def note(error: str, flag: int) -> None:
+    logged.append(error)
 
 
 @pytest.fixture
@@ -71,6 +76,35 @@ def test_a_replacement_has_them_as_the_worker_had_before_it() -> None:
             worker.process.kill()
         envs.step(np.zeros(1, np.int64))
         assert envs.call("look")[0]["divided"] == "raised"
+
+
+@pytest.mark.parametrize("mode", [pytest.param("call", marks=pytest.mark.slow), "log"])
+@pytest.mark.usefixtures("_settings")
+def test_a_function_for_errors_of_numpy_goes_along(mode: Any) -> None:
+    before = np.seterrcall(note if mode == "call" else Log())
+    try:
+        with np.errstate(divide=mode), muster.make_vec(Sensor, 1) as envs:
+            assert envs.call(lambda env, index: (env.look()["divided"], len(read_log())))[0] == ("went on", 2)
+        np.seterrcall(Unsendable())
+        with np.errstate(divide="log"), muster.make_vec(Counter, 1) as envs:
+            assert envs.call(lambda env, index: np.geterr()["divide"]) == ("warn",)
+    finally:
+        np.seterrcall(before)
+    assert logged == []
+
+
+class Log:
+    def write(self, text: str) -> None:
+        logged.append(text)
+
+
+class Unsendable(Log):
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+def read_log() -> list[str]:
+    return logged
 
 
 class MakesTensors(Counter):

@@ -199,6 +199,23 @@ def test_a_handler_that_raises_disturbs_no_step(kept: Kept, capsys: pytest.Captu
     assert "the disk is full" in capsys.readouterr().err
 
 
+def test_a_loggers_filter_that_raises_disturbs_no_step_and_lets_nothing_through(
+    kept: Kept, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(record: logging.LogRecord) -> bool:
+        raise LookupError("no tag for it")
+
+    _log.addFilter(fails)
+    try:
+        with muster.make_vec(Chatty, 1) as envs:
+            envs.reset(seed=0)
+            envs.step(ACTIONS[:1])
+            assert {one.name for one in kept.records} == {_arm.name}
+    finally:
+        _log.removeFilter(fails)
+    assert "LookupError: no tag for it" in capsys.readouterr().err
+
+
 class Saving(Chatty):
     def __init__(self, heard: Path) -> None:
         super().__init__()

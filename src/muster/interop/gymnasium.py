@@ -20,7 +20,6 @@ from gymnasium.vector import VectorEnv as GymnasiumsVectorEnv
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as GymnasiumsAsyncVectorEnv
 
 from muster._core import verb
-from muster.arguments import whole
 from muster.backends.base import Backend
 from muster.errors import (
     ActionError,
@@ -245,7 +244,7 @@ class AsyncVectorEnv(_DropIn):
         self._set_up(observation_mode, autoreset_mode)
         permits = None
         if max_concurrency is not None:
-            whole("max_concurrency", max_concurrency, 1)
+            _check_concurrency(max_concurrency)
             permits = multiprocessing.get_context(context or "forkserver").BoundedSemaphore(max_concurrency)
         self.max_concurrency = max_concurrency
         self._doing = "step"  # what envs that owe an answer were asked for last
@@ -411,3 +410,10 @@ def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
 
 def _raise_closed(name: str) -> NoReturn:
     raise ClosedError(f"Trying to operate on `{name}`, after a call to `close()`.")
+
+
+def _check_concurrency(count: Any) -> None:
+    if not isinstance(count, (int, np.integer)):
+        raise ValueError(f"`max_concurrency` must be an integer or None, got {type(count)}.")
+    if count < 1:
+        raise ValueError(f"`max_concurrency` must be a positive or None, got {count}.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import reprlib
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -38,10 +40,13 @@ from muster.interop.starting import (
     require_copies,
     ways_of,
 )
-from muster.introspection import callable_name
+from muster.introspection import callable_name, module_name
 from muster.pickling import UserCall
+from muster.pickling.main_module import MAIN_NAMES
+from muster.pickling.walk import Walk
 from muster.pool.environment import WorkerEnv
 from muster.pool.set_up import WorkerInit
+from muster.recipes.recipe import Recipe
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, split
@@ -87,6 +92,8 @@ EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Indices = None | int | Iterable[int]
 VecStep = tuple[Any, npt.NDArray[Any], npt.NDArray[np.bool_], list[dict[str, Any]]]
 _ROWS, _FINALS = "info_rows", "finals_by_env"
+_PACKAGE, _WALK_S = "stable_baselines3", 0.1
+_WITH_MODULE = (type, types.FunctionType, types.ModuleType)
 _PASSED_BY = ("reset", "step", "step_async", "step_wait", "reset_async", "reset_wait")  # of the vector env
 
 
@@ -323,10 +330,26 @@ class SubprocVecEnv(MusterVecEnv):
     ) -> None:
         recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
         with originals_raised():
-            # Nearly all envs have a Monitor, or come from modules that import SB3, and with it PyTorch.
-            ways = ways_of(start_method, 1, worker_env, worker_init, preloads=("stable_baselines3",))
+            preloads = (_PACKAGE,) if start_method in (None, "forkserver") and _refer_to_sb3(recipes) else ()
+            ways = ways_of(start_method, 1, worker_env, worker_init, preloads=preloads)
             limits = limits_of(on_failure, max_restarts, step_timeout)
             super().__init__(_Envs(processes(recipes, ways, limits, num_workers), limits.restarts))
+
+
+def _refer_to_sb3(recipes: Iterable[Recipe]) -> bool:
+    """Whether workers import SB3, and with it PyTorch, for what they receive or for the modules that it lies in."""
+    parts = {str(one.env_index): (one.factory, one.kwargs) for one in recipes}
+    modules = {_module_of(value) for value in Walk(parts, limit_s=_WALK_S)}
+    found = (sys.modules.get(name) for name in modules.difference(MAIN_NAMES))  # of the script, only what is used
+    named = (value for module in found if type(module) is types.ModuleType for value in [*vars(module).values()])
+    modules |= {_module_of(value) for value in named if issubclass(type(value), _WITH_MODULE)}
+    return any(name.partition(".")[0] == _PACKAGE for name in modules)
+
+
+def _module_of(value: Any) -> str:
+    if type(value) is types.ModuleType:
+        return str(vars(value).get("__name__"))
+    return str(module_name(value if issubclass(type(value), _WITH_MODULE) else type(value)))
 
 
 def as_sb3(envs: VectorEnv) -> MusterVecEnv:

@@ -166,7 +166,12 @@ def _hand_over(record: logging.LogRecord, ran: Collection[Place]) -> None:
     logger = logging.getLogger(record.name)
     if not logger.isEnabledFor(record.levelno):
         return
-    if not (passed := logger.filter(record)):  # from Python 3.12 on a filter may return another record
+    passed: Any = False
+    try:
+        passed = logger.filter(record)  # from Python 3.12 on a filter may return another record
+    except Exception:  # as a handler's, below; without a filter's word the record goes nowhere
+        logging.Handler().handleError(record)
+    if not passed:
         return
     record = passed if isinstance(passed, logging.LogRecord) else record
     record.levelname = logging.getLevelName(record.levelno)

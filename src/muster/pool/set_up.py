@@ -19,6 +19,7 @@ from muster.arguments import one_of, whole
 from muster.errors import ConfigError, EnvError, more
 from muster.introspection import callable_name, caller_stacklevel
 from muster.lazy_values import Lazy
+from muster.pickling.functools_pickling import dumps as by_value
 from muster.pickling.main_module import MAIN_NAMES, Init
 from muster.pool.environment import WorkerEnv
 from muster.pool.logs import LogLevels
@@ -247,27 +248,36 @@ class SetUp:
 
 # ---- what the caller has set for its whole process, where it fits any process
 
+# Modes of np.seterr that need the function of np.seterrcall.
+_CALLING = ("call", "log")
+
 
 @dataclass(frozen=True)
 class CallerSettings:
     """The settings of one process at one moment.
 
-    numpy_errors: of ``np.seterr``, with warnings where the caller has a function called.
+    numpy_errors: of ``np.seterr``.  numpy_errcall: the function of ``np.seterrcall`` as a pickle, where it is used.
     torch_dtype: torch's default dtype as a pickle, which imports torch where it is loaded; None for float32.
     """
 
     numpy_errors: dict[str, Any]
+    numpy_errcall: bytes | None
     torch_dtype: bytes | None
     recursion_limit: int
 
     @classmethod
     def current(cls) -> CallerSettings:
         """The settings of this thread and its process."""
-        errors = {kind: "warn" if mode in ("call", "log") else mode for kind, mode in np.geterr().items()}
+        errors, errcall = dict(np.geterr()), None
+        if any(mode in _CALLING for mode in errors.values()):
+            with contextlib.suppress(Exception):  # an object that cannot be sent
+                errcall = by_value(np.geterrcall())
+            if errcall is None:
+                errors = {kind: "warn" if mode in _CALLING else mode for kind, mode in errors.items()}
         torch = _torch()
         is_usual = torch is None or torch.get_default_dtype() == torch.float32
         dtype = None if is_usual else pickle.dumps(torch.get_default_dtype())
-        return cls(errors, dtype, sys.getrecursionlimit())
+        return cls(errors, errcall, dtype, sys.getrecursionlimit())
 
     def apply(self) -> None:
         """Gives this process the settings."""
@@ -277,6 +287,8 @@ class CallerSettings:
             torch.set_default_dtype(dtype or torch.float32)
         with contextlib.suppress(RecursionError):  # this code is deeper already
             sys.setrecursionlimit(self.recursion_limit)
+        if self.numpy_errcall is not None:
+            np.seterrcall(pickle.loads(self.numpy_errcall))
         np.seterr(**self.numpy_errors)
 
 
