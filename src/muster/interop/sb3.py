@@ -337,7 +337,7 @@ class SubprocVecEnv(MusterVecEnv):
 
 
 def _refer_to_sb3(recipes: Iterable[Recipe]) -> bool:
-    """Whether workers import SB3, and with it PyTorch, for what they receive or for the modules that it lies in."""
+    """True if workers import SB3, and with it PyTorch, for their objects or for the modules of these."""
     parts = {str(one.env_index): (one.factory, one.kwargs) for one in recipes}
     modules = {_module_of(value) for value in Walk(parts, limit_s=_WALK_S)}
     found = (sys.modules.get(name) for name in modules.difference(MAIN_NAMES))  # of the script, only what is used
