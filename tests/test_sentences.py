@@ -224,7 +224,7 @@ CALLS: list[tuple[Call, str]] = [
     (
         making(backend="process", worker_init=lambda index: None),
         "ConfigError: worker_init is called without arguments, but test_sentences.<lambda> cannot be: missing a "
-        "required argument: 'index'; muster.get_worker_info().worker_index tells workers apart",
+        "required argument: 'index'; muster.get_worker_info().worker_index distinguishes workers",
     ),
     (
         making([Counter, Counter], 3),
@@ -352,7 +352,7 @@ More: docs/problems/files-and-locks.md""",
     ),
     (
         with_envs(lambda envs: envs.reset(options={"reset_mask": np.ones(3, bool)})),
-        'ConfigError: options["reset_mask"] must have shape (2,), got (3,)',
+        "ConfigError: `options['reset_mask']` must have shape `(2,)`, got (3,)",
     ),
     (
         with_envs(reset, lambda envs: envs.set_attr("thing", [1, 2, 3])),
