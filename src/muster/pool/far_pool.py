@@ -135,7 +135,9 @@ class FarPool(BasePool[FarPlace]):
         return parcel_of(message)
 
     def _send(self, place: FarPlace, kind: type[Post | Question], content: Parcel, limit: Limit | None) -> None:
-        if place.left is None:  # `again` says it later, with all else
+        if place.left is None:  # `again` says it later, with all else; nobody waits for who starts
+            if kind is Question:
+                self._is_answered(place, Lost(place.index, NodeLost(place.name, place.where, "another is starting")))
             return
         place.left += kind is Post
         self._order(place, kind, [_HEADS[kind], *content])

@@ -23,6 +23,7 @@ from local_nodes import LocalNodes, content_of, with_content
 from muster.errors import NodeLost
 from muster.rollout.multi_collector import MultiCollector
 from muster.rollout.replicas.carriers import CollectFor, Stop, TakeWeights
+from muster.rollout.replicas.replica import AskFields
 from processes import descendants
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:node . .local:RuntimeWarning")]
@@ -66,6 +67,10 @@ def test_a_killed_node_is_masked_until_its_successor_has_weights_and_attributes(
         assert there == [True, False]
         assert batch["next", "truncated"][1].squeeze(-1).tolist() == [True] + [False] * 7
         assert collector.nodes()[1]["state"] == "starting"
+        asked = collector._collectors._pool._pool.round()
+        asked.ask({1: AskFields()}, "answering")
+        asked.wait(timeout_s=5.0)
+        assert "another is starting" in str(asked.answers[1].error)
         with pytest.raises(NodeLost, match="node 1"):
             collector.get_attr("told")
         collector.set_attr("later", ["c", "d"])
