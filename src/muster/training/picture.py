@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ class Picture:
     """
 
     def __init__(self, title: str) -> None:
-        with imports_for("Plots need", "muster-rl[train]", "matplotlib"):
+        with imports_for("Plots need", "muster-rl[train]", "matplotlib"), _any_backend():
             from matplotlib import style
             from matplotlib.figure import Figure
             from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -74,6 +76,17 @@ class Picture:
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
         write(path, content)
+
+
+@contextmanager
+def _any_backend() -> Iterator[None]:
+    """Imports of matplotlib whatever MPLBACKEND says: a notebook's is refused outside of it, and pictures need none."""
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        yield
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
 
 
 def as_written(number: str) -> str:
