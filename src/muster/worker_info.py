@@ -62,7 +62,7 @@ class _Here(threading.local):
     that context, and the env's info counts.
 
     No ContextVar: garbage collection closes envs in contexts of their own, and may begin within anybody's
-    ``ContextVar.set``, which before Python 3.12 goes on with what the inner one has freed.
+    ``ContextVar.set``. Before Python 3.12 that goes on with memory that the inner one has freed.
     """
 
     entered: tuple[WorkerInfo | None, tuple[Any, int] | None] | None = None

@@ -411,7 +411,7 @@ def test_ctrl_c_in_the_calling_thread_leaves_the_other_envs_unclosed(make: Any, 
     (said,) = [str(one.message) for one in seen]
     assert said == (
         f"Ctrl-C ended close() of env {first + 1}; env{'s' * (first == 0)} {rest} had not begun. "
-        "What was not written is lost.\nMore: docs/problems/slow-close.md"
+        "Data that was not written is lost.\nMore: docs/problems/slow-close.md"
     )
     assert first in whole(folder)
     assert not Path(folder, f"video-{first + 2}").exists()

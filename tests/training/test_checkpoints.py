@@ -155,5 +155,5 @@ def test_a_run_that_begins_again_for_want_of_states_keeps_its_metrics(tmp_path: 
     (run / "checkpoint.safetensors").unlink()
     before = (run / "metrics.csv").read_text()
     result = muster("train", "--resume", str(run), "--total-steps=128")
-    assert (result.exit_code, "What it had written is in metrics.lost.csv" in result.output) == (0, True), result.output
+    assert (result.exit_code, "Its rows so far are in metrics.lost.csv" in result.output) == (0, True), result.output
     assert (run / "metrics.lost.csv").read_text() == before

@@ -162,7 +162,7 @@ def test_collectors_act_by_it(cart_pole: Path, context: str):
         (np.zeros((2, 2, 4), np.float32), "got [2, 2, 4]."),
         (np.zeros((2, 4), np.complex64), "expected observations of dtype float32, got complex64."),
         ("left", "got <U4."),
-        ({"obs": 1}, "got a dict. Where the run's envs are wrapped,"),
+        ({"obs": 1}, "got a dict. If the run's envs are wrapped,"),
         ([[1.0, 2.0], [1.0]], "expected an array of float32, and NumPy cannot make one"),
         (torch.zeros(4, dtype=torch.bfloat16), "NumPy cannot make one"),
     ],

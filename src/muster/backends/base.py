@@ -296,7 +296,9 @@ def close_here(env_host: EnvHost, limits: CloseLimits) -> list[Failure]:
         interrupted, *unclosed = progress.left
         others = f"; {name_envs(unclosed)} had not begun" if unclosed else ""
         with contextlib.suppress(RuntimeWarning):  # made an error by a filter, it would hide the Ctrl-C
-            warn_of_cuts([f"Ctrl-C ended close() of {name_envs([interrupted])}{others}. What was not written is lost."])
+            warn_of_cuts(
+                [f"Ctrl-C ended close() of {name_envs([interrupted])}{others}. Data that was not written is lost."]
+            )
     return failures
 
 

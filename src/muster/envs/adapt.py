@@ -50,7 +50,7 @@ class Adapter:
             return env
         if is_torchrl(env):
             raise RecipeError(
-                f"the factory returned an env of TorchRL, a {type_name(env)}. Many of it are run by "
+                f"the factory returned an env of TorchRL, a {type_name(env)}. Many of them are run by "
                 "muster.interop.torchrl.ParallelEnv(num_envs, make_env), with TorchRL's keys; collectors take the "
                 "factory as it is"
             )

@@ -87,8 +87,8 @@ class CloseProgress:
             closing, waiting = (self.left[:1], self.left[1:]) if self._one_each and self.has_envs else (self.left, [])
             others = f"; {self._named(waiting)} had not begun" if waiting else ""
             what = (
-                f"in close() of {self._named(closing)}, which did not end {within}{others}. What was not written yet "
-                "is lost."
+                f"in close() of {self._named(closing)}, which did not end {within}{others}. Data that was not "
+                "written yet is lost."
             )
         return f"{self.name} was {verb} {what}\nIts Python stack:\n{stack}"
 

@@ -151,7 +151,7 @@ class BatchSource(ABC):
         for loss in self.last_losses:  # Python's default filter shows each env's failures once for each reason.
             warnings.warn(
                 f"env {loss.env} failed and was replaced; its episode ends truncated with a masked row. "
-                f"What had happened: {loss.reason}",
+                f"The reason: {loss.reason}",
                 RuntimeWarning,
                 stacklevel=caller_stacklevel(),
             )

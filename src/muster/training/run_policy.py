@@ -255,7 +255,7 @@ def _rows(obs: Any, space: spaces.Space[Any], *agents: int) -> tuple[Any, bool]:
     shape, dtype = (*agents, *(space.shape or ())), np.dtype(space.dtype)
     if isinstance(obs, Mapping):
         raise SpecMismatch(
-            f"policy: expected arrays {list(shape)} of {dtype}, got a {type(obs).__name__}. Where the run's envs "
+            f"policy: expected arrays {list(shape)} of {dtype}, got a {type(obs).__name__}. If the run's envs "
             "are wrapped, as its preset may do, policy.make_vec(num_envs) makes such envs; or wrap yours as well, most "
             "often in gymnasium.wrappers.FlattenObservation"
         )

@@ -224,7 +224,7 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
     """
     if not states_in(folder.path):
         if folder.begin_again():
-            console.print(f"No state is there to go on from: it begins again. What it had written is in {LOST_METRICS}")
+            console.print(f"It begins again, as there is no state to go on from. Its rows so far are in {LOST_METRICS}")
         return 0.0
     with reading(folder.checkpoint_path):
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)

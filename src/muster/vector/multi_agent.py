@@ -190,7 +190,7 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
             warnings.warn(
                 f"env {env}: {agents} left env.agents, but have no True in terminations or truncations. Agents "
                 "that do so pause, neither alive nor acting, until they return; the env's end truncates those that do "
-                "not. Where their episodes are over, have the env say so. This is said once",
+                "not. If their episodes are over, have the env say so. This is said once",
                 RuntimeWarning,
                 stacklevel=caller_stacklevel(),
             )

@@ -103,7 +103,7 @@ def test_this_process_has_the_versions_that_it_says():
 )
 def test_versions_that_differ_are_named_by_their_weight(there: dict[str, str | None], error: str, warning: str):
     found = compare_versions(SAME, {**SAME, **there}, "node 10.77.0.4")
-    ends = "What travels would not be understood: install the same versions"
+    ends = "They would not understand what is sent: install the same versions"
     assert found.error == (f"node 10.77.0.4 has {error}. {ends}" if error else "")
     ends = "If something fails there, install the same versions"
     assert found.warning == (f"node 10.77.0.4 has {warning}. {ends}" if warning else "")

@@ -77,6 +77,6 @@ def compare_versions(here: Mapping[str, str | None], there: Mapping[str, str | N
             doubtful.append(said)
     advice = "install the same versions"
     return VersionCheck(
-        f"{node} has {', '.join(wrong)}. What travels would not be understood: {advice}" if wrong else "",
+        f"{node} has {', '.join(wrong)}. They would not understand what is sent: {advice}" if wrong else "",
         f"{node} has {', '.join(doubtful)}. If something fails there, {advice}" if doubtful else "",
     )

@@ -144,7 +144,7 @@ class ReplicaHooks(PlaceHooks):
         self._counts_before[place, COUNTS.index("restarts")] += len(self.plans[place].envs)
         self.counts[place] = 0
         name = self.nouns.name(place)
-        said = f"{name} was replaced, and its part of this batch is masked. What had happened: {reason}"
+        said = f"{name} was replaced, and its part of this batch is masked. The reason: {reason}"
         self.reasons[place] = said
         self.replaced[place] += 1
         seed = seed_after(self.seeds[place], self.replaced[place])
