@@ -7,7 +7,7 @@ import functools
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -161,9 +161,9 @@ class FarPool(BasePool[FarPlace]):
         until, order, answers = time.monotonic() + limit_s, [_HEADS[Question], *self.sealed(message)], dict[int, Any]()
         asked = {self._places[i].host.ask(order, beside=True): self._places[i] for i in places}
         while asked and time.monotonic() < until:
-            for ticket, data in self._engine.wait(asked, SLICE_S).items():
+            for ticket, data in self._come(asked, SLICE_S):
                 place = asked.pop(ticket)
-                answer = None if isinstance(data, HostGone) else self._report(place, data).answer
+                answer = None if isinstance(data, HostGone) else self._said(place, data)
                 if isinstance(answer, Answer):
                     answers[place.index] = answer.content
         self._owed |= {ticket: (place, Ping) for ticket, place in asked.items()}
@@ -174,19 +174,28 @@ class FarPool(BasePool[FarPlace]):
 
     def _listen(self, timeout_s: float) -> bool:
         with Uninterrupted():
-            came = self._engine.wait([*self._owed], timeout_s)
+            came = self._come(self._owed, timeout_s)
             self._require_open()
-            for ticket in [one for one in [*self._owed] if one in came]:  # in the order of the questions
+            for ticket, data in came:
                 if ticket in self._owed:  # else of one that was lost meanwhile
-                    self._hear(*self._owed.pop(ticket), came[ticket])
+                    self._hear(*self._owed.pop(ticket), data)
         self._listened_at = time.monotonic()
         return bool(came)
 
-    def _report(self, place: FarPlace, data: Parcel) -> Report:
-        """Opens a report, and keeps what has happened for `deliver_logs`."""
-        report: Report = opened(data)
+    def _come(self, tickets: Collection[Ticket], timeout_s: float) -> list[tuple[Ticket, Parcel | HostGone]]:
+        """The answers that have come to these tickets, in the order of the questions."""
+        came = self._engine.wait([*tickets], timeout_s)
+        return [(one, came[one]) for one in [*tickets] if one in came]
+
+    def _said(self, place: FarPlace, data: Parcel) -> object:
+        """The answer in a report, or why there is none; keeps what else has happened for `deliver_logs`."""
+        try:
+            report: Report = opened(data)
+            answer: object = report.answer
+        except Exception as error:
+            return error
         self._reports.append((place, report))
-        return report
+        return answer
 
     def _hear(self, place: FarPlace, kind: type[Message], data: Parcel | HostGone) -> None:
         if self._places[place.index] is not place:  # lost before, and followed by another
@@ -195,15 +204,10 @@ class FarPool(BasePool[FarPlace]):
         if isinstance(data, HostGone):
             self._lose(place, data.reason, is_final=data.is_final)
             return
-        answer: object
-        try:
-            answer = self._report(place, data).answer
-        except Exception as error:
-            answer = error
-        match answer:
-            case Met() as met:
+        match self._said(place, data):
+            case Met() as met if kind is Meet:
                 self._is_met(place, met)
-            case Ready(facts):
+            case Ready(facts) if kind is Build:
                 self._is_built(place, facts)
             case Answer(content) if kind is Question:
                 self._is_answered(place, Answered(place.index, content))
@@ -212,10 +216,10 @@ class FarPool(BasePool[FarPlace]):
                 place.starts = place.starts and place.left > 0
             case Failed() as failed if kind is not Ping:
                 self._fails(place, failed)
-            case Answer() | Failed():
+            case Answer() | Failed() if kind is Ping:
                 pass
-            case _:
-                self._lose(place, f"it has sent what cannot be rebuilt here: {answer!r:.200}")
+            case other:
+                self._lose(place, f"it has sent what is no answer here: {other!r:.200}")
 
     def _is_met(self, place: FarPlace, met: Met) -> None:
         """Checks what a machine has, and has it build its resident. Raises ConfigError."""
@@ -354,10 +358,10 @@ class FarPool(BasePool[FarPlace]):
             elif time.monotonic() - pinged_at > _PING_S:  # what they say meanwhile comes with the answers
                 pinged_at = time.monotonic()
                 owed |= {place.host.ask(_PING, beside=True): place for place in closing.values()}
-            for ticket, data in self._engine.wait(owed, SLICE_S).items():
+            for ticket, data in self._come(owed, SLICE_S):
                 place, _ = owed.pop(ticket), closing.pop(ticket, None)
                 if not isinstance(data, HostGone):
-                    self._report(place, data)
+                    self._said(place, data)
             self._hand_over(cuts)
         cuts.extend(
             (f"{place} did not close its envs in time, and was ended", RuntimeWarning) for place in closing.values()

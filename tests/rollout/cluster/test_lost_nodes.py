@@ -21,6 +21,8 @@ import muster
 import programs
 from local_nodes import LocalNodes, content_of, with_content
 from muster.errors import NodeLost
+from muster.pool.far_worker import Report, parcel_of
+from muster.pool.messages import Ready
 from muster.rollout.multi_collector import MultiCollector
 from muster.rollout.replicas.carriers import CollectFor, Stop, TakeWeights
 from muster.rollout.replicas.replica import AskFields
@@ -130,6 +132,42 @@ def test_batches_of_single_collectors_go_on_without_a_lost_node():
 
 def node_of(env, i):
     return muster.get_worker_info().node_index
+
+
+class Garbled(LocalNodes):
+    """Hands out what came before once more, and `bad` in the place of the ``at``-th answer of node 1."""
+
+    def __init__(self, bad, at):
+        super().__init__()
+        self.bad, self.at, self.before = bad, at, {}
+
+    def wait(self, tickets, timeout_s):
+        came = dict(super().wait(tickets, timeout_s))
+        for ticket in [one for one in came if one[1].index == 1]:
+            self.at -= 1
+            came[ticket] = self.bad if self.at == 0 else came[ticket]
+        self.before, again = came, self.before
+        return {**again, **came}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize(
+    "bad", [[], [b"no pickle"], parcel_of("no report"), parcel_of(Report()), parcel_of(Report(Ready(None)))], ids=repr
+)
+def test_a_host_that_answers_with_something_else_is_lost(bad, at):
+    with (
+        pytest.raises(NodeLost, match=r"node 1 .* is lost: it has sent what is no answer here"),
+        collecting(Garbled(bad, at), on_failure="raise") as collector,
+    ):
+        while True:
+            collector.rollout()
+
+
+def test_an_answer_that_comes_twice_counts_once():
+    with collecting(LocalNodes()) as home, collecting(Garbled(None, -1)) as collector:
+        for _ in range(3):
+            assert (collector.rollout() == home.rollout()).all()
 
 
 class OldWeights(LocalNodes):
