@@ -12,25 +12,25 @@ from muster.backends.base import Backend, CallerOptions, WorkerLost, make_caller
 from muster.errors import ClosedError, WaitTimeout
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure, HostFailed, to_exception
-from muster.hosts.questions import EnvQuestion
+from muster.hosts.questions import EnvQuestion, opened
 from muster.hosts.requests import Attach, HostOptions, Restart
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.deaths import Nouns
 from muster.pool.limits import AT_ONCE, Limit, Limits
 from muster.pool.messages import Failed
 from muster.pool.resources import Usage, naming_limits
-from muster.pool.verbs import Answered, BasePool, Round, Successor
+from muster.pool.verbs import Answered, BasePool, Hooks, Round
 from muster.pool.watch import WORDS, State, seconds_since
 from muster.recipes.recipe import Recipe
 from muster.transport.slab import Slab, SlabPlan, split_evenly
 
 
-class PooledBackend(Backend):
+class PooledBackend(Backend, Hooks):
     """Steps envs in the workers of a pool, and answers the hooks of that pool. Hosts 0 to W-1 are the workers."""
 
     holds_signals = True
     packs = False
-    """Whether a question is packed for its way."""
+    """Whether questions and answers are packed for their way."""
     pool: BasePool[Any]
     _round: Round
     """Of questions to the workers."""
@@ -82,7 +82,9 @@ class PooledBackend(Backend):
             with self._fate():
                 attaching = self.pool.round()
                 words = "mapping the slab"
-                attaching.ask(dict.fromkeys(self._hosts, self._attach), words, self._attach_limit(), words)
+                limit_s = self._limits.start_timeout
+                limit = Limit(limit_s, f"{self.nouns.start_limit(limit_s)}, {words}")
+                attaching.ask(dict.fromkeys(self._hosts, self._attach), words, limit, words)
                 attaching.wait()
         finally:  # those that wait in the core already are rung also where a Ctrl-C ends this
             self._attached = True
@@ -94,10 +96,6 @@ class PooledBackend(Backend):
     @abstractmethod
     def _attach_message(self, options: HostOptions) -> Attach:
         """The request to step into the slab."""
-
-    def _attach_limit(self) -> Limit | None:
-        """The limit of the answer to that."""
-        return None
 
     def replaces_lost(self, worker_lost: WorkerLost | None) -> None:
         self._worker_lost = worker_lost
@@ -132,14 +130,12 @@ class PooledBackend(Backend):
 
     def ask(self, question: EnvQuestion) -> None:
         packed = question.packed(self.pack) if self.packs else question
-        parts = {host: packed.to(self.numbers_of(host)) for host in self._hosts if self._is_asked(question, host)}
+        numbers = {host: self.numbers_of(host) for host in self._hosts}
+        parts = {host: packed.to(envs) for host, envs in numbers.items() if any(map(question.asks, envs))}
         if question.by_row:
             self._ask_by_row(question, parts)
         else:
             self._ask(question, parts)
-
-    def _is_asked(self, question: EnvQuestion, host: int) -> bool:
-        return any(map(question.asks, self.numbers_of(host)))
 
     def _ask_by_row(self, question: EnvQuestion, parts: Mapping[int, EnvQuestion]) -> None:
         with self.whole():
@@ -169,22 +165,21 @@ class PooledBackend(Backend):
     def _answers_of(self, host: int) -> list[Any]:
         one, envs = self._round.answers.get(host), self.numbers_of(host)
         if isinstance(one, Answered):
-            return self._opened(host, one.content)
+            return opened(one.content, envs, host) if self.packs else one.content
         if one is None or self._is_asked_again:
             return [None] * len(envs)
         about = type(one.error).__name__, str(one.error), "", one.error
         return [Failure(env, host, None, *about) for env in envs]
-
-    def _opened(self, host: int, answers: list[Any]) -> list[Any]:
-        """The answers of a host's envs, as they have come."""
-        return answers
 
     def _post(self, host: int, request: object) -> None:
         self.pool.post(host, self.pool.sealed(request), self._limit(host))
 
     def _limit(self, host: int) -> Limit | None:
         """How long a worker may take for a message; it may have to reset each of its envs before it reads it."""
-        return None
+        limit_s = self._limits.step_timeout
+        if limit_s is None:
+            return None
+        return Limit(limit_s * len(self.envs_of(host)), f"{self.nouns.step_timeout}={limit_s} for each env")
 
     # ---- watching
 
@@ -201,10 +196,6 @@ class PooledBackend(Backend):
         return self.pool.processes()
 
     # ---- what the pool asks
-
-    def on_lost(self, place: int, reason: str) -> Successor | None:
-        """None: a lost worker is an error."""
-        return None
 
     def raised(self, place: int, failed: Failed) -> BaseException:
         """The error for what a worker reports: of an env, or of its first env where that was not built yet."""

@@ -8,26 +8,20 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from muster.backends.base import (
-    CallerOptions,
-    Questions,
-    attach_local_host,
-    close_here,
-    raise_local_interrupt,
-)
+from muster.backends.base import CallerOptions, Questions, attach_local_host, close_here, raise_local_interrupt
 from muster.backends.pooled import PooledBackend
 from muster.envs.quiet_atari import no_banner_meanwhile
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, to_exception
-from muster.hosts.questions import Again, EnvQuestion, opened, packer
+from muster.hosts.questions import Again, EnvQuestion, packer
 from muster.hosts.recipe_plans import plans_of
 from muster.hosts.requests import Attach, EnvPlan, HostOptions, Restart
 from muster.pickling import UserCall
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import standard_fds
-from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
+from muster.pool.limits import AT_ONCE, CloseLimits, Limits
 from muster.pool.pool import Pool
 from muster.pool.resources import MAY_SHARE, MemoryPlan, Usage, usage_of
 from muster.pool.set_up import Processes
@@ -175,10 +169,6 @@ class ProcessBackend(PooledBackend):
     def _attach_message(self, options: HostOptions) -> Attach:
         return Attach(self.slab.plan, options)
 
-    def _attach_limit(self) -> Limit:
-        limit_s = self._limits.start_timeout
-        return Limit(limit_s, f"{self.nouns.start_limit(limit_s)}, mapping the slab")
-
     # ---- commands
 
     def mail_of(self, host: int) -> Mail:
@@ -221,15 +211,6 @@ class ProcessBackend(PooledBackend):
     def has_own_worker(self, env: int) -> bool:
         host = self.caller.host_of(env)
         return host < self.num_workers and len(self.envs_of(host)) == 1
-
-    def _opened(self, host: int, answers: list[Any]) -> list[Any]:
-        return opened(answers, self.numbers_of(host), host)
-
-    def _limit(self, host: int) -> Limit | None:
-        limit_s = self._limits.step_timeout
-        if limit_s is None:
-            return None
-        return Limit(limit_s * len(self.envs_of(host)), f"{self.nouns.step_timeout}={limit_s} for each env")
 
     def processes(self) -> list[tuple[int | None, Usage]]:
         here = [(os.getpid(), self._own_usage_at_start)] if self._local is not None else []

@@ -29,13 +29,7 @@ class ThreadBackend(PooledBackend):
 
     pool: ThreadPool
 
-    def __init__(
-        self,
-        recipes: Sequence[Recipe],
-        num_workers: int,
-        limits: Limits,
-        init: Init | None = None,
-    ) -> None:
+    def __init__(self, recipes: Sequence[Recipe], num_workers: int, limits: Limits, init: Init | None = None) -> None:
         super().__init__(recipes, num_workers, num_workers, NOUNS, limits)
         self._init = init
         self._mail = LocalMail()

@@ -21,10 +21,7 @@ Recipes = Sequence[Recipe] | bytes
 
 
 def plans_of(
-    recipes: Sequence[Recipe],
-    first_envs: Sequence[int],
-    processes: Processes,
-    content: Callable[[Recipes, range], Any],
+    recipes: Sequence[Recipe], first_envs: Sequence[int], processes: Processes, content: Callable[[Recipes, range], Any]
 ) -> list[Plan]:
     """The plans of worker processes, between which the envs are split at `first_envs`.
 

@@ -125,23 +125,18 @@ def _checked(variables: Any, name: str) -> Changes:
         raise ConfigError(
             f"{name} must be a dict of environment variables, got {type(variables).__name__} {variables!r}"
         )
-    return {_checked_name(key, name): _checked_value(value, f"{name}[{key!r}]") for key, value in variables.items()}
-
-
-def _checked_name(key: Any, name: str) -> str:
-    if not isinstance(key, str) or not key or "=" in key or "\0" in key:
-        raise ConfigError(
-            f'{name}: the name of an environment variable must be a str that is not empty, without "=" and "\\0", got '
-            f"{type(key).__name__} {key!r}"
-        )
-    return key
-
-
-def _checked_value(value: Any, name: str) -> str | None:
-    if value is None:
-        return None
-    text = str(number) if (number := as_whole(value)) is not None else value
-    if not isinstance(text, str) or "\0" in text:
-        got = f"{type(value).__name__} {value!r}"
-        raise ConfigError(f'{name} must be a str without "\\0", an int, or None, which unsets it, got {got}')
-    return text
+    checked: Changes = {}
+    for key, value in variables.items():
+        if not isinstance(key, str) or not key or "=" in key or "\0" in key:
+            raise ConfigError(
+                f'{name}: the name of an environment variable must be a str that is not empty, without "=" and "\\0", '
+                f"got {type(key).__name__} {key!r}"
+            )
+        text = value if (number := as_whole(value)) is None else str(number)
+        if text is not None and (not isinstance(text, str) or "\0" in text):
+            got = f"{type(value).__name__} {value!r}"
+            raise ConfigError(
+                f'{name}[{key!r}] must be a str without "\\0", an int, or None, which unsets it, got {got}'
+            )
+        checked[key] = text
+    return checked

@@ -119,11 +119,11 @@ class FarWorker:
 
     def answer(self, order: Parcel) -> Parcel:
         """Carries out an order, after those before; returns a report."""
-        return self._reported(order, self._carried_out, ends_lines=True)
+        return self._reported(order, beside=False)
 
     def answer_beside(self, order: Parcel) -> Parcel:
         """Carries out an order at once, in a thread of its own; returns a report."""
-        return self._reported(order, self._carried_out_now, ends_lines=False)
+        return self._reported(order, beside=True)
 
     def take_logs(self, data: bytes, lost: int) -> None:
         """Takes log records for the next report, see `LogInbox`."""
@@ -136,20 +136,20 @@ class FarWorker:
         if self._resident is not None:
             self._resident.close(lambda _: None)
 
-    def _reported(self, order: Parcel, carry_out: Callable[[Message, Any], Message], *, ends_lines: bool) -> Parcel:
+    def _reported(self, order: Parcel, *, beside: bool) -> Parcel:
         head, *parcel = order
         try:
             message = pickle.loads(head)
-            answer = carry_out(message, opened(parcel))
+            answer = self._carried_out(message, opened(parcel), beside)
         except Exception as error:  # the owner raises it
             message, answer = None, Failed.of(error, dumps)
-        lines = self._prints.take(self._name, ends_lines=ends_lines or isinstance(message, Close))
+        lines = self._prints.take(self._name, ends_lines=not beside or isinstance(message, Close))
         with self._guard:
             report, self._happened = self._happened, Report()
         report.answer, report.logs = answer, report.logs + lines
         return parcel_of(report)
 
-    def _carried_out(self, message: Message, content: Any) -> Message:
+    def _carried_out(self, message: Message, content: Any, beside: bool) -> Message:
         match message:
             case Meet(resident, name):
                 module, _, kind = resident.partition(":")
@@ -162,18 +162,12 @@ class FarWorker:
                 self._built.take(content)
                 return Answer(None)
             case Question():
-                return Answer(self._built.answer(content))
-        raise UnknownMessage(f"a far worker knows no such message: {message!r:.200}")
-
-    def _carried_out_now(self, message: Message, content: Any) -> Message:
-        match message:
+                return Answer(self._built.answer_now(content) if beside else self._built.answer(content))
             case Ping():
                 return Answer(None)
-            case Question():
-                return Answer(self._built.answer_now(content))
             case Close():
                 return Closed(self._built.close(lambda _: None, content))
-        raise UnknownMessage(f"a far worker knows no such message while it is busy: {message!r:.200}")
+        raise UnknownMessage(f"a far worker knows no such message: {message!r:.200}")
 
     @property
     def _built(self) -> FarResident:

@@ -148,11 +148,7 @@ class LauncherClient:
             self._process.wait()
 
     def start(
-        self,
-        name: str,
-        surroundings: Surroundings,
-        is_apart: bool,
-        fds: Mapping[str, int],
+        self, name: str, surroundings: Surroundings, is_apart: bool, fds: Mapping[str, int]
     ) -> tuple[int, int, int]:
         """Starts a worker on `fds`; returns its pid, its pidfd and the pipe that its exit code will come by.
 
@@ -252,11 +248,7 @@ def worker_environment(environ: Mapping[str, str], threads: int, hash_seed: int 
 
 
 def fork_worker(
-    inherited: tuple[Any, Init | None],
-    name: str,
-    surroundings: Surroundings,
-    is_apart: bool,
-    fds: Mapping[str, int],
+    inherited: tuple[Any, Init | None], name: str, surroundings: Surroundings, is_apart: bool, fds: Mapping[str, int]
 ) -> tuple[int, int, None]:
     """Forks the caller into a worker, which inherits its plan and `worker_init`. Returns what `launch` expects.
 

@@ -21,10 +21,10 @@ from muster.introspection import caller_stacklevel, type_name
 from muster.pickling.shared_pickling import tracker_fd
 from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
 from muster.pool.environment import Surroundings
-from muster.pool.launcher_client import LauncherLost, LauncherOfPool, standard_fds
+from muster.pool.launcher_client import LauncherOfPool
 from muster.pool.limits import Limit
 from muster.pool.messages import Inherited, Post, Question, StartOrder, message_of
-from muster.pool.resources import Usage, naming_limits, usage_of
+from muster.pool.resources import Usage, usage_of
 from muster.pool.watch import Activity
 from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stacks, readable, stream_fd
 from muster.transport.big_arrays import BigArrays, memfd
@@ -321,28 +321,12 @@ class Starting:
 
 
 def launch(
-    name: WorkerName,
-    count: int,
-    shared_fds: Mapping[str, int],
-    start: Callable[[Mapping[str, int]], Started],
-    *,
-    is_apart: bool,
+    index: int, shared_fds: Mapping[str, int], start: Callable[[Mapping[str, int]], Started], *, is_apart: bool
 ) -> tuple[WorkerProcess, socket.socket]:
     """Starts a worker by `start`, which receives its fds by name; returns its process, and our end of the channel.
 
-    name: the worker's, for errors.  count: of the pool's places.  is_apart: whether it leads a session, and what it
-    prints goes nowhere.  Raises LimitReached, WorkerError.
+    is_apart: whether it leads a session, and what it prints goes nowhere.  Raises OSError, LauncherLost.
     """
-    try:
-        with naming_limits(f"{name}, of {count}, could not start"), standard_fds():
-            return _launch(name.index, shared_fds, start, is_apart=is_apart)
-    except LauncherLost:
-        raise WorkerError(name, "could not start: the process that starts workers ends each time") from None
-
-
-def _launch(
-    index: int, shared_fds: Mapping[str, int], start: Callable[[Mapping[str, int]], Started], *, is_apart: bool
-) -> tuple[WorkerProcess, socket.socket]:
     with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
         ours, theirs = socket.socketpair()
         own(ours.fileno())

@@ -23,7 +23,7 @@ from muster.pickling.interrupts import Uninterrupted
 from muster.pool.closing import ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Surroundings, changed, changes_of
-from muster.pool.launcher_client import LauncherOfPool, fork_worker, standard_fds, worker_environment
+from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds, worker_environment
 from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
 from muster.pool.logs import LogInbox, hand_over, hand_over_waits
 from muster.pool.messages import (
@@ -42,7 +42,7 @@ from muster.pool.messages import (
 )
 from muster.pool.notices import StartNotice
 from muster.pool.place import Inheritance, Place, Plan, Started, Starting, launch, readable_places
-from muster.pool.resources import MemoryPlan, Usage
+from muster.pool.resources import MemoryPlan, Usage, naming_limits
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
@@ -185,7 +185,11 @@ class Pool(BasePool[Place]):
         activity.memory[:] = 0  # of the worker before
         activity.put(Doing.BUILDING)
         fds, count = {**self._files, **self._own_files}, len(self.plans)
-        process, channel = launch(name, count, fds, start, is_apart=settings[-1])
+        try:
+            with naming_limits(f"{name}, of {count}, could not start"), standard_fds():
+                process, channel = launch(index, fds, start, is_apart=settings[-1])
+        except LauncherLost:
+            raise WorkerError(name, "could not start: the process that starts workers ends each time") from None
         to = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
         return Place(index, name, plan.parts, process, to, activity, self._nouns)
 

@@ -58,16 +58,13 @@ class _Thread(Owing):
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.activity = Activity()
         self.crash: BaseException | None = None
-        self._numpy_errors = np.geterr(), np.geterrcall()  # a new thread has NumPy's own
+        self._numpy_errors: dict[str, Any] = {**np.geterr(), "call": np.geterrcall()}  # a new thread has NumPy's own
         # A daemon: an endless step must not keep the interpreter from ending.
         self.thread = threading.Thread(target=self._main, name=f"muster-worker-{index}", daemon=True)
 
     def _main(self) -> None:
-        modes, errcall = self._numpy_errors
-        np.seterrcall(errcall)
-        np.seterr(**modes)
         try:
-            with worker_info_context(self.plan.info):
+            with np.errstate(**self._numpy_errors), worker_info_context(self.plan.info):
                 try:
                     here = Here(self.plan.info, {}, None, self._say, activity=self.activity)
                     resident = self._resident(self.plan.content, here)

@@ -30,24 +30,14 @@ class BigArrays:
 
     def __init__(self, fd: int, buffers: Sequence[Sequence[pickle.PickleBuffer]]) -> None:
         known: dict[tuple[int, int, bool], Place] = {}
-        pickles: list[Place] = []
-        end = 0
-        sources: list[tuple[int, memoryview]] = []
-        self.places: list[tuple[Place, ...]] = []
-        for own in buffers:
-            places = []
-            for buffer in own:
-                raw = buffer.raw()
-                key = memory_of(raw)
-                if key not in known:
-                    known[key] = (end, raw.nbytes, raw.readonly)
-                    if isinstance(raw.obj, bytes):
-                        pickles.append(known[key])
-                    sources.append((end, raw))
-                    end = _next_page(end + raw.nbytes)
-                places.append(known[key])
-            self.places.append(tuple(places))
-        self._pickles = pickles
+        end, sources = 0, list[tuple[int, memoryview]]()
+        for raw in (buffer.raw() for own in buffers for buffer in own):
+            if (key := memory_of(raw)) not in known:
+                known[key] = (end, raw.nbytes, raw.readonly)
+                sources.append((end, raw))
+                end = -(-(end + raw.nbytes) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self.places = [tuple(known[memory_of(buffer.raw())] for buffer in own) for own in buffers]
+        self._pickles = [(offset, raw.nbytes) for offset, raw in sources if isinstance(raw.obj, bytes)]
         # Kept mapped, so that what workers map does not count as memory that each of them holds alone.
         self._memory: npt.NDArray[np.uint8] | None = None
         if sources:
@@ -59,7 +49,7 @@ class BigArrays:
     def drop_pickles(self) -> None:
         """Gives back the memory of pickles, which all workers have read: none will be started in another's place."""
         if self._memory is not None:
-            for offset, size, _ in self._pickles:
+            for offset, size in self._pickles:
                 give_back(self._memory[offset:][:size])
         self._pickles = []
 
@@ -97,7 +87,3 @@ def memory_of(raw: memoryview) -> tuple[int, int, bool]:
 def memfd(name: str) -> int:
     """A file in memory that vanishes with the last process that has it open."""
     return os.memfd_create(f"muster-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
-def _next_page(offset: int) -> int:
-    return -(-offset // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -156,14 +156,11 @@ class LocalMail:
 
 
 def _copied(value: Any) -> Any:
-    for copied in (copy.deepcopy, _pickled):  # a MappingProxyType can only be pickled
-        with contextlib.suppress(Exception):
-            return copied(value)
+    with contextlib.suppress(Exception):
+        return copy.deepcopy(value)
+    with contextlib.suppress(Exception):  # a MappingProxyType can only be pickled
+        return pickle.loads(by_value(value))
     return value  # an object that cannot be copied is passed itself
-
-
-def _pickled(value: Any) -> Any:
-    return pickle.loads(by_value(value))
 
 
 def dumps(value: object, *, shares_main: bool = False) -> bytes:
