@@ -1,5 +1,3 @@
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ torchrl = pytest.importorskip("torchrl")
 
 from torchrl.envs.utils import check_env_specs, check_marl_grouping  # noqa: E402
 
-from muster.interop.torchrl import ParallelEnv, as_torchrl  # noqa: E402
+from muster.interop.torchrl import as_torchrl  # noqa: E402
 from muster.interop.torchrl.layouts import Codec  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
@@ -70,15 +68,6 @@ def test_groups_nest_and_an_agents_end_is_its_own(mode):
     assert rollout["next", "a", "observation"][0, 3].tolist() == [[4, 0], [4, 1]]
 
 
-@MODES
-def test_envs_end_independently(mode):
-    short = partial(Script, ["a_0 a_1 b_0", ""], {(1, agent): "terminated" for agent in ("a_0", "a_1", "b_0")})
-    envs = as_torchrl(muster.make_vec([short, Script], backend="serial", autoreset_mode=mode))
-    rollout = envs.rollout(3, break_when_any_done=False)
-    assert rollout["next", "a", "observation"][:, :, 0, 0].tolist() == [[1, 1, 1], [1, 2, 3]]
-    assert rollout["a", "observation"][:, :, 0, 0].tolist() == [[0, 0, 0], [0, 1, 2]]
-
-
 def test_actions_are_nested_and_count_from_0_wherever_the_space_starts():
     envs = make(Script, num_envs=1)
     state = envs.reset()
@@ -105,21 +94,6 @@ def test_dicts_nest_in_observations_and_actions():
     assert rollout["a", "observation", "kind"][0, 0].tolist() == [[1, 0, 0], [0, 1, 0]]
     assert rollout["a", "action", "say"].shape == (2, 3, 2, 2)
     assert envs.vector_env.get_attr("got")[0][0]["b_0"].keys() == {"move", "say"}
-
-
-def test_seeds_make_resets_repeatable():
-    envs = make("pettingzoo/mpe/simple_spread_v3")
-    rows = []
-    for _ in range(2):
-        envs.set_seed(3)
-        rows.append(envs.reset()["agent", "observation"])
-    assert (rows[0] == rows[1]).all()
-    assert not (rows[0][0] == rows[0][1]).all()
-
-
-def test_parallel_env_says_which_envs_it_takes():
-    with pytest.raises(ValueError, match=r"returned a agent_envs.Script, expected an EnvBase .* as_torchrl"):
-        ParallelEnv(2, Script, mp_start_method="fork")
 
 
 @pytest.mark.parametrize("categorical", [True, False])

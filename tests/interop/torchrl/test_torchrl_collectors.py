@@ -18,23 +18,19 @@ torchrl = pytest.importorskip("torchrl")
 ours = pytest.importorskip("muster.interop.torchrl")  # first: TorchRL's collectors warn while they are imported
 
 import torchrl.collectors as theirs  # noqa: E402
-from tensordict import LazyStackedTensorDict, TensorDict  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
 from tensordict.nn import TensorDictModule  # noqa: E402
 from torch import nn  # noqa: E402
 from torchrl.collectors import _multi_base  # noqa: E402
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer  # noqa: E402
-from torchrl.envs import EnvCreator, SerialEnv, StepCounter, Transform, TransformedEnv  # noqa: E402
+from torchrl.envs import SerialEnv, StepCounter, Transform, TransformedEnv  # noqa: E402
 from torchrl.envs.libs.gym import GymEnv  # noqa: E402
-from torchrl.modules import RandomPolicy  # noqa: E402
 from torchrl.testing.mocking_classes import (  # noqa: E402
     CountingEnv,
-    CountingEnvWithString,
-    EnvWithDynamicSpec,
-    NestedCountingEnv,
 )
 from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme  # noqa: E402
 
-from muster.errors import CannotTravel, ClosedError, ConfigError, SpecMismatch, UsageError, WorkerDied  # noqa: E402
+from muster.errors import CannotTravel, ConfigError, SpecMismatch, UsageError, WorkerDied  # noqa: E402
 from muster.interop.torchrl import multi_collectors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -109,83 +105,33 @@ def int_bias_policy(value=0.0):
     return TensorDictModule(Rounded(value), ["observation"], ["action"])
 
 
-def batches_of(collector, seed=3):
+def batches_of(collector):
     try:
-        if seed is not None:
-            torch.manual_seed(seed)
-            collector.set_seed(seed)
-        if seed is not None and isinstance(collector, theirs.Collector):
-            collector.reset()
+        torch.manual_seed(3)
+        collector.set_seed(3)
         return [batch.clone() for batch in collector]
     finally:
         collector.shutdown()
 
 
-def same(mine, other, *, with_ids=True):
-    assert len(mine) == len(other)
-    for one, two in zip(mine, other, strict=True):
-        if isinstance(two, LazyStackedTensorDict):
-            same(one.tensordicts, two.tensordicts, with_ids=with_ids)
-            continue
-        assert (one.batch_size, one.names, one.device) == (two.batch_size, two.names, two.device)
-        assert set(one.keys(True, True)) == set(two.keys(True, True))
-        for key in two.keys(True, True):  # its iteration is over the batch
-            value, expected = one.get(key), two.get(key)
-            if not isinstance(expected, torch.Tensor):
-                assert value.tolist() == expected.tolist()
-            elif with_ids or key != ("collector", "traj_ids"):
-                assert value.dtype == expected.dtype
-                torch.testing.assert_close(value, expected, rtol=0, atol=0)
-
-
 # ---- the same batches as TorchRL's
 
 
-def both(name, *args, with_ids=True, seed=3, **kwargs):
-    """Batches of Muster's class and of TorchRL's, which must be equal bit for bit."""
-    mine = batches_of(getattr(ours, name)(*args, **kwargs), seed)
-    same(mine, batches_of(getattr(theirs, name)(*args, **kwargs), seed), with_ids=with_ids)
-    return mine
-
-
-@pytest.mark.parametrize("cat_results", ["stack", 0, *slow(-1)])
+@pytest.mark.parametrize("cat_results", ["stack", 0])
 def test_batches_of_several_workers_are_joined_as_torchrls(cat_results):
     # The workers draw trajectory ids in whatever order they come.
     options = {"frames_per_batch": 60, "total_frames": 180, "cat_results": cat_results}
-    found = both("MultiSyncCollector", [cart_pole] * 2, greedy_policy(), with_ids=False, **options)
-    assert found[0].shape == ((2, 30) if cat_results == "stack" else (60,))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        (KINDS[1], {"init_random_frames": 40, "reset_at_each_iter": True, "use_buffers": False}),
-        (KINDS[0], {"split_trajs": True, "create_env_kwargs": [{"max_episode_steps": 9}]}),
-        (KINDS[1], {"postproc": lambda batch: batch.exclude(("next", "reward")), "compact_obs": True}),
-    ],
-)
-def test_one_worker_gives_torchrls_batches(name, options):
-    make = partial(GymEnv, "CartPole-v1")
-    both(name, [make], greedy_policy(), frames_per_batch=40, total_frames=160, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        (KINDS[0], NestedCountingEnv),
-        (KINDS[1], NestedCountingEnv),
-        (KINDS[0], CountingEnvWithString),
-        (KINDS[1], EnvWithDynamicSpec),
-        (KINDS[0], partial(SerialEnv, 2, counting)),
-    ],
-)
-def test_nested_keys_objects_and_shapes_that_change_arrive(name, make):
-    env = make()
-    policy = RandomPolicy(env.full_action_spec)
-    seed = None if make is NestedCountingEnv else 3  # TorchRL's collectors cannot reset this one
-    seeding = partial(torch.manual_seed, 0)
-    both(name, [make], policy, frames_per_batch=20, total_frames=60, seed=seed, init_fn=seeding)
-    env.close(raise_if_closed=False)
+    found = [
+        batches_of(kind([cart_pole] * 2, greedy_policy(), **options))
+        for kind in (ours.MultiSyncCollector, theirs.MultiSyncCollector)
+    ]
+    for mine, other in zip(*found, strict=True):
+        assert (mine.batch_size, mine.names, mine.device) == (other.batch_size, other.names, other.device)
+        assert set(mine.keys(True, True)) == set(other.keys(True, True))
+        for key in set(other.keys(True, True)) - {("collector", "traj_ids")}:
+            assert mine.get(key).dtype == other.get(key).dtype
+            assert mine.get(key).equal(other.get(key))
+    assert found[0][0].shape == ((2, 30) if cat_results == "stack" else (60,))
 
 
 @pytest.mark.parametrize("name", [KINDS[0], *slow(KINDS[1])])
@@ -201,24 +147,6 @@ def test_the_loop_of_torchrls_workers_does_not_run(name, monkeypatch):
 
 
 # ---- replay buffers, hooks, states
-
-
-@pytest.mark.parametrize(
-    ("name", "extends"),
-    [
-        *((KINDS[0], True), (KINDS[1], False)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((KINDS[0], False), (KINDS[1], True))),
-    ],
-)
-def test_workers_fill_a_replay_buffer(name, extends):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=4)
-    options = {"frames_per_batch": 16, "total_frames": 64, "extend_buffer": extends}
-    collector = getattr(ours, name)([EnvCreator(counting)] * 2, replay_buffer=buffer, **options)
-    assert all(batch is None for batch in collector)
-    collector.shutdown()
-    assert len(buffer) == 64
-    assert (buffer["next", "step_count"] == buffer["step_count"] + 1).all()
-    assert buffer["step_count"].max() > 0
 
 
 class Breaks(Transform):
@@ -317,76 +245,20 @@ def test_a_collector_goes_on_after_a_ctrl_c():
         collector.shutdown()
 
 
-class Counts:
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, batch=None):
-        self.calls += 1
-
-
-def test_hooks_and_attributes_of_workers():
-    collector = ours.MultiSyncCollector(
-        [counting] * 2, frames_per_batch=16, total_frames=32, pre_collect_hook=Counts(), init_fn=lambda: None
-    )
-    try:
-        list(collector)
-        assert collector.get_distant_attr("pre_collect_hook.fn.calls") == [2, 2]
-        collector.post_collect_hook = Counts()
-        assert collector.get_distant_attr("post_collect_hook.fn.calls") == [0, 0]
-        assert collector.getattr_env("base_env").max_steps == 7
-        with pytest.raises(AttributeError):
-            collector.getattr_policy("nothing_of_this_name")
-        assert collector.stats("both")["workers_alive"] == 2
-    finally:
-        collector.shutdown()
-    with pytest.raises(ClosedError):
-        collector.set_seed(1)
-
-
-@pytest.mark.parametrize("name", [KINDS[0], *slow(KINDS[1])])
-def test_a_state_is_loaded_into_other_collectors(name):
-    make = partial(getattr(ours, name), [counting], frames_per_batch=16, total_frames=64)
-    first, second = make(int_bias_policy(1.0)), make(int_bias_policy(0.0))
-    try:
-        next(iter(first))
-        state = first.state_dict()
-        assert state["frames"] == 16
-        second.load_state_dict(state)
-        batch = next(iter(second))
-        assert (batch["action"] == 1).all()
-        assert second._frames == 32
-    finally:
-        first.shutdown()
-        second.shutdown()
-
-
 # ---- weights
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *((KINDS[0], way) for way in ("in place", "none", "module", "tensordict", "state_dict")),
-        (KINDS[1], "module"),
-        *(
-            pytest.param(KINDS[1], way, marks=pytest.mark.slow)
-            for way in ("in place", "none", "tensordict", "state_dict")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), [(KINDS[0], "in place"), (KINDS[0], "none"), (KINDS[1], "state_dict")])
 def test_workers_act_with_new_weights(name, way):
     policy = int_bias_policy()
     collector = getattr(ours, name)([counting], policy, frames_per_batch=8, total_frames=80)
     batches = iter(collector)
     try:
         assert (next(batches)["action"] == 0).all()
-        other = int_bias_policy(1.0)
         if way in ("in place", "none"):
             policy.module.value.data += 1
-        given = {"module": other, "tensordict": TensorDict.from_module(other), "state_dict": other.state_dict()}
         if way != "in place":
-            collector.update_policy_weights_(given.get(way))
+            collector.update_policy_weights_({"state_dict": int_bias_policy(1.0).state_dict()}.get(way))
         next(batches)  # it may have begun before
         assert (next(batches)["action"] == 1).all()
         assert policy.module.value.item() == 1
@@ -502,17 +374,6 @@ def test_envs_that_exist_travel_to_fresh_processes():
     collector.shutdown()
 
 
-def test_the_slow_are_cut_off_once_enough_are_done():
-    collector = ours.MultiSyncCollector(
-        [CountingEnv, Slow], frames_per_batch=200, total_frames=200, cat_results="stack", preemptive_threshold=0.5
-    )
-    batch = next(iter(collector))
-    collector.shutdown()
-    mask = batch["collector", "mask"]
-    assert mask[0].all()
-    assert 0 < mask[1].sum() < 100
-
-
 class Raises(CountingEnv):
     def _step(self, tensordict):
         if self.count >= 3:
@@ -587,17 +448,6 @@ def test_backends_are_processes_of_this_machine():
         ours.Collector(counting, backend="direct", num_collectors=2, frames_per_batch=16)
     with pytest.raises(TypeError, match="positive integer"):
         ours.Collector(counting, num_collectors=True, frames_per_batch=16)
-
-
-def test_torchrls_other_names_collect_as_they_do():
-    frames = {"frames_per_batch": 16, "total_frames": 32}
-    alone = ours.AsyncCollector(counting, None, **frames)
-    both = [ours.MultiCollector([counting] * 2, None, sync=sync, **frames) for sync in (True, False)]
-    assert isinstance(alone, theirs.AsyncCollector)
-    assert [type(one).__name__ for one in both] == [*KINDS]
-    for collector in (alone, *both):
-        assert [batch.numel() for batch in collector] == [16, 16]
-        collector.shutdown()
 
 
 @pytest.mark.parametrize(

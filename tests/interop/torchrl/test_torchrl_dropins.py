@@ -2,11 +2,10 @@ import gc
 import os
 from functools import partial
 
-import dropin_envs
 import numpy as np
 import pytest
 import torch
-from dropin_envs import Alone, Counter, InterruptsCaller, Structured
+from dropin_envs import Counter, InterruptsCaller, Structured
 from gymnasium import spaces
 
 import muster
@@ -16,10 +15,10 @@ torchrl = pytest.importorskip("torchrl")
 
 from tensordict import TensorDict  # noqa: E402
 from torchrl.envs import RewardSum, SerialEnv, TransformedEnv  # noqa: E402
-from torchrl.envs.libs.gym import GymEnv, GymWrapper  # noqa: E402
+from torchrl.envs.libs.gym import GymEnv  # noqa: E402
 from torchrl.envs.utils import check_env_specs  # noqa: E402
 
-from muster.interop.torchrl import ParallelEnv, as_torchrl  # noqa: E402
+from muster.interop.torchrl import as_torchrl  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 MODES = pytest.mark.parametrize("mode", ["same_step", "disabled"])
@@ -69,12 +68,6 @@ def test_envs_end_independently(mode):
     assert rollout["next", "observation"][..., 0].tolist() == [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 1.0]]
 
 
-def test_nested_observations_keep_their_final_values():
-    rollout = make(partial(Sensors, 2)).rollout(3, break_when_any_done=False)
-    assert rollout["next", "position"][0, :, 0].tolist() == [1.0, 2.0, 1.0]
-    assert rollout["next", "inner", "key"].argmax(-1)[0].tolist() == [1, 2, 1]
-
-
 @pytest.mark.parametrize("static_seed", [False, True])
 def test_seeds_give_torchrls_data(static_seed):
     def leaning(observation):
@@ -90,14 +83,6 @@ def test_seeds_give_torchrls_data(static_seed):
     assert rollouts[0]["next", "done"].any()
     first = rollouts[0]["observation"][:, 0]
     assert (first[0] == first[1]).all() == static_seed
-
-
-def test_every_env_gets_the_next_seed_of_torchrls_chain():
-    envs, their = make(Counter), SerialEnv(3, lambda: GymWrapper(Counter()))
-    for seed, static_seed in [(3, False), (3, True), (None, False)]:
-        assert envs.set_seed(seed, static_seed) == their.set_seed(seed, static_seed)
-        seen = [seeds[-1] for seeds in envs.vector_env.get_attr("seeds")]
-        assert seen == [seeds[-1] for seeds in their.seeds]
 
 
 @pytest.mark.parametrize("wrap", [lambda envs: envs, lambda envs: TransformedEnv(envs, RewardSum())])
@@ -139,12 +124,6 @@ def test_actions_are_one_hot_or_integers():
     check_env_specs(integers)
 
 
-def test_transforms_go_around_the_batch():
-    envs = TransformedEnv(make(partial(Counter, 2)), RewardSum())
-    rollout = envs.rollout(4, break_when_any_done=False)
-    assert rollout["next", "episode_reward"][0, :, 0].tolist() == [1.0, 3.0, 1.0, 3.0]
-
-
 def test_next_step_envs_and_tuple_spaces_are_refused():
     with pytest.raises(ValueError, match='autoreset_mode="same_step"'):
         make(Counter, "next_step")
@@ -152,38 +131,6 @@ def test_next_step_envs_and_tuple_spaces_are_refused():
         make(Structured)
     with pytest.raises(TypeError, match=r"as_torchrl takes what muster\.make_vec returns, got Counter"):
         as_torchrl(Counter())
-
-
-def test_parallel_env_gives_each_env_a_process_of_its_own(monkeypatch):
-    monkeypatch.setattr(dropin_envs, "_in_this_process", [])  # which forks inherit
-    envs = ParallelEnv(3, Alone, mp_start_method="fork")
-    assert len(set(envs.vector_env.call("where"))) == 3
-    envs.close()
-
-
-@pytest.mark.parametrize(
-    "given", [{"create_env_fn": [Counter] * 2}, {"create_env_fn": Counter, "create_env_kwargs": [{}, {}]}]
-)
-def test_parallel_env_refuses_other_numbers_of_envs(given):
-    with pytest.raises(RuntimeError, match="num_workers mismatch, got 2 and 3"):
-        ParallelEnv(3, **given)
-
-
-def test_parallel_env_passes_on_what_it_does_not_have_itself():
-    lengths = [{"length": 1}, {"length": 9}]
-    envs = ParallelEnv(2, Counter, create_env_kwargs=lengths, num_processes=1, mp_start_method="fork")
-    try:
-        envs.reset(seed=7)  # as in TorchRL, each env gets these very arguments
-        assert list(TransformedEnv(envs, RewardSum()).length) == [1, 9]
-        assert len(set(envs.where())) == 1
-        assert [observed.tolist() for observed in envs.observe()] == [[0.0], [0.0]]
-        assert [seeds[-1] for seeds in envs.seeds] == [7, 7]
-        with pytest.raises(AttributeError, match="no_such_thing"):
-            list(envs.no_such_thing)
-        with pytest.raises(AttributeError, match="private"):
-            envs.__private
-    finally:
-        envs.close()
 
 
 def test_as_torchrl_refuses_views_of_memory_that_the_next_step_overwrites():

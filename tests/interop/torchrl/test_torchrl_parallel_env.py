@@ -2,7 +2,6 @@ import gc
 import inspect
 import multiprocessing
 import os
-import pickle
 import signal
 import time
 from functools import partial
@@ -11,28 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from slow import slow
-
 torchrl = pytest.importorskip("torchrl")
 
 from tensordict import TensorDict  # noqa: E402
 from torchrl.data import Bounded, Composite, Unbounded  # noqa: E402
 from torchrl.envs import (  # noqa: E402
-    CatFrames,
     EnvBase,
-    EnvCreator,
-    RewardSum,
     SerialEnv,
-    StepCounter,
-    TransformedEnv,
 )
 from torchrl.envs import ParallelEnv as TheirParallelEnv  # noqa: E402
 from torchrl.testing.mocking_classes import (  # noqa: E402
     ContinuousActionVecMockEnv,
     CountingEnv,
-    CountingEnvWithString,
-    EnvWithDynamicSpec,
-    HeterogeneousCountingEnv,
 )
 
 import muster.interop.torchrl  # noqa: E402
@@ -80,20 +69,6 @@ class Walker(EnvBase):
         return os.getpid()
 
 
-def transformed():
-    return TransformedEnv(
-        TransformedEnv(Walker(), CatFrames(3, dim=-1, in_keys=["position"])), RewardSum()
-    ).append_transform(StepCounter(4))
-
-
-def both(fn, count=3, **options):
-    """The env on Muster's workers and the one on none, with the same seed."""
-    envs = Forked(count, fn, **options), SerialEnv(count, fn)
-    for env in envs:
-        env.set_seed(3)
-    return envs
-
-
 class HandingOn(Walker):
     """Its step hands on what it got, under other keys, and leaves out the flag that TorchRL adds."""
 
@@ -122,21 +97,6 @@ def test_what_an_env_hands_on_of_its_input_is_what_it_got():
             assert (data[key] == expected).all()
         assert (stepped["next", "terminated"] == stepped["next", "done"]).all()
     env.close()
-
-
-@pytest.mark.parametrize("fn", [CountingEnvWithString, EnvWithDynamicSpec, HeterogeneousCountingEnv])
-def test_objects_dynamic_shapes_and_groups_that_differ_travel(fn):
-    ours, theirs = both(fn, 2)
-    rollouts = []
-    for env in (ours, theirs):
-        torch.manual_seed(1)
-        rollouts.append(env.rollout(3, return_contiguous=fn is not EnvWithDynamicSpec))
-    mine, other = rollouts
-    assert mine.batch_size == other.batch_size
-    assert type(mine[0, 0]) is type(other[0, 0])
-    assert set(mine[0, 0].keys(True, True)) == set(other[0, 0].keys(True, True))
-    ours.close()
-    theirs.close()
 
 
 def test_after_a_death_a_reset_begins_anew_once_it_is_closed():
@@ -168,43 +128,12 @@ def test_ctrl_c_leaves_an_env_that_can_be_reset():
     env.close()
 
 
-def test_calls_that_are_no_step_are_torchrls():
-    env = Forked(2, Walker)
-    env.reset()
-    assert len({*env.where(), os.getpid()}) == 3
-    assert list(env.position.shape) == [torch.Size([3])] * 2
-    assert env.set_seed(1) is not None
-    state = env.state_dict()
-    assert list(state) == ["worker0", "worker1"]
-    env.load_state_dict(state)
-    assert env[1:].reset().batch_size == (1,)
-    env.update_kwargs({"length": 2})
-    env.close()
-    env.rollout(2)
-    assert list(env.length) == [2, 2]
-    copied = pickle.loads(pickle.dumps(env))
-    assert env.is_closed
-    assert copied.rollout(2).batch_size == (2, 2)
-    copied.close()
-    with pytest.raises(RuntimeError, match="closed environment"):
-        copied.close()
-
-
 def test_who_is_forgotten_leaves_nothing():
     env = Forked(2, Walker)
     pids = [worker["pid"] for worker in env.vector_env.stats()["workers"]]
     del env
     gc.collect()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["forkserver", *slow("spawn")])
-def test_fresh_processes_take_the_same(method):
-    env = ParallelEnv(3, EnvCreator(transformed), mp_start_method=method, num_processes=2)
-    assert env.rollout(9, break_when_any_done=False).batch_size == (3, 9)
-    assert len({worker["pid"] for worker in env.vector_env.stats()["workers"]}) == 2
-    env.close()
 
 
 class Starting(CountingEnv):

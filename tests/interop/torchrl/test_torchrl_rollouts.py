@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
@@ -20,7 +20,7 @@ pytest.importorskip("torchrl")
 
 with warnings.catch_warnings(action="ignore"):  # TorchRL's own, of itself
     from torchrl.collectors import Collector
-from torchrl.data import Binary, Bounded, Composite, LazyTensorStorage, ListStorage, OneHot, ReplayBuffer, Unbounded
+from torchrl.data import Binary, Bounded, Composite, LazyTensorStorage, OneHot, ReplayBuffer, Unbounded
 from torchrl.envs import (
     Compose,
     EnvBase,
@@ -37,7 +37,6 @@ from torchrl.modules import (
     MLP,
     EGreedyModule,
     LSTMModule,
-    MultiAgentMLP,
     OneHotCategorical,
     ProbabilisticActor,
     QValueActor,
@@ -54,7 +53,7 @@ from torchrl.testing.mocking_classes import (
 
 from muster.errors import SpecMismatch
 from muster.interop.torchrl import Collector as Ours
-from muster.interop.torchrl import ParallelEnv, PettingZooEnv
+from muster.interop.torchrl import ParallelEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -163,11 +162,6 @@ def recurrent() -> tuple[Any, Any]:
         lstm, TensorDictModule(nn.Linear(3, 2), ["embedded"], ["logits"]), drawing().module[-1]
     )
     return (lambda: TransformedEnv(cart_pole(InitTracker), lstm.make_tensordict_primer())), policy
-
-
-def by_agents() -> TensorDictModule:
-    net = MultiAgentMLP(31, 4, 3, centralised=False, share_params=True, depth=1, num_cells=8)
-    return TensorDictModule(net, [("walker", "observation")], [("walker", "action")])
 
 
 def collector_of(kind: type[Collector], make_env: Any, policy: Any, **options: Any) -> Collector:
@@ -322,13 +316,6 @@ def test_batches_of_envs_that_do_it_their_own_way_are_torchrls(make_env: Any):
     check(make_env, None)
 
 
-def test_batches_of_agents_are_torchrls():
-    pytest.importorskip("pettingzoo")
-    make = partial(PettingZooEnv, task="multiwalker_v9", parallel=True, seed=42, n_walkers=3, device="cpu")
-    assert check(make, by_agents)._plain.able
-    check(make, by_agents, max_frames_per_traj=10)
-
-
 def test_states_that_a_policy_hands_to_the_next_step_are_torchrls():
     torch.manual_seed(0)
     make_env, policy = recurrent()
@@ -377,49 +364,6 @@ def buffer() -> ReplayBuffer:
 @pytest.mark.parametrize("envs", [cart_pole, *slow(Drifts)], ids=["one", "two"])
 def test_options_mean_what_they_mean_in_torchrl(envs: Any, options: dict[str, Any]):
     check(envs, **options)
-
-
-def recording(devices: set[Any]) -> Any:
-    def act(state: Any) -> Any:
-        devices.add(state.device)
-        return state.set("action", torch.ones(1, dtype=torch.int32))
-
-    return act
-
-
-@pytest.mark.parametrize("own", [{}, {"policy_device": "cpu"}, {"policy_device": "cpu", "env_device": "cpu"}], ids=str)
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_policies_see_the_devices_that_they_see_there(device: Any, own: dict[str, Any]):
-    seen: dict[Any, set[Any]] = {Ours: set(), Collector: set()}
-    for kind, devices in seen.items():
-        make = partial(CountingEnv, device=device)
-        lengths = {"frames_per_batch": 4, "total_frames": 4}
-        collector = kind(make, recording(devices), trust_policy=True, **lengths, **own)
-        assert [len(batch) for batch in collector] == [4]
-        collector.shutdown()
-    assert seen[Ours] == seen[Collector]
-
-
-def test_objects_of_a_policy_are_stacked_as_there():
-    def notes(td: TensorDictBase) -> TensorDictBase:
-        td.set("action", torch.tensor([1, 0]))
-        return td.set("note", NonTensorData("left"))
-
-    storage = partial(ReplayBuffer, storage=ListStorage(200))
-    batches = []
-    for kind in (Ours, Collector):
-        collector = collector_of(kind, cart_pole, lambda: notes, replay_buffer=storage())
-        batch = collector.rollout()
-        batches.append((batch["note"], batch["observation"].shape))
-        collector.shutdown()
-    assert batches[0] == batches[1]
-
-
-def test_the_same_tensordict_is_returned_where_it_is_asked_for():
-    collector = collector_of(Ours, cart_pole, drawing, return_same_td=True)
-    iterator = iter(collector)
-    assert next(iterator) is next(iterator) is collector._final_rollout
-    collector.shutdown()
 
 
 @pytest.mark.parametrize("envs", [cart_pole, Drifts], ids=["one", "two"])

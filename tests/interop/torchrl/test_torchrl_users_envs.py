@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -18,40 +17,23 @@ import torch
 torchrl = pytest.importorskip("torchrl")
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase  # noqa: E402
-from tensordict.nn import TensorDictModule, TensorDictSequential  # noqa: E402
-from torch import nn  # noqa: E402
 from torchrl.data import Bounded, Categorical, Composite, Unbounded  # noqa: E402
 from torchrl.envs import (  # noqa: E402
-    ActionMask,
-    CatFrames,
-    Compose,
     EnvBase,
     EnvCreator,
-    InitTracker,
-    ObservationNorm,
-    RewardSum,
     SerialEnv,
-    StepCounter,
-    TensorDictPrimer,
-    ToTensorImage,
     TransformedEnv,
     VecNorm,
     VecNormV2,
 )
 from torchrl.envs import ParallelEnv as TheirParallelEnv  # noqa: E402
-from torchrl.envs.libs.gym import GymEnv  # noqa: E402
-from torchrl.modules import LSTMModule  # noqa: E402
 from torchrl.testing.mocking_classes import (  # noqa: E402
-    CountingEnv,
-    HeterogeneousCountingEnv,
-    MultiKeyCountingEnv,
     NestedCountingEnv,
 )
 
 from muster.errors import NotEnoughMemory  # noqa: E402
-from muster.interop.torchrl import ParallelEnv, PettingZooEnv  # noqa: E402
+from muster.interop.torchrl import ParallelEnv  # noqa: E402
 from muster.pool import resources  # noqa: E402
-from slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
@@ -90,35 +72,6 @@ class Camera(EnvBase):
         inner = {"steps": torch.tensor([self.steps]), "double": self.position[:1].double()}
         rows = {"pixels": pixels, "position": self.position.clone(), "inner": inner}
         return TensorDict({**rows, "done": ended, "terminated": ended}, [])
-
-
-class Chooser(EnvBase):
-    """Allows some actions only, which its mask says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.observation_spec = Composite(action_mask=torchrl.data.Binary(4, (4,), dtype=torch.bool))
-        self.action_spec = Categorical(4, ())
-        self.reward_spec = Unbounded((1,))
-        self.random = torch.Generator()
-
-    def _set_seed(self, seed: int | None) -> None:
-        self.random.manual_seed(seed)
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        self.steps, self.mask = 0, torch.tensor([True, False, True, False])
-        return self._observed()
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        assert self.mask[tensordict["action"]]
-        self.steps += 1
-        self.mask = torch.rand(4, generator=self.random) < 0.5
-        self.mask[int(tensordict["action"])] = True
-        return self._observed().set("reward", tensordict["action"].float().reshape(1))
-
-    def _observed(self) -> TensorDictBase:
-        ended = torch.tensor([self.steps >= 4])
-        return TensorDict({"action_mask": self.mask.clone(), "done": ended, "terminated": ended}, [])
 
 
 class Team(EnvBase):
@@ -165,72 +118,20 @@ class Team(EnvBase):
         )
 
 
-def pictures() -> EnvBase:
-    seen = Compose(
-        ToTensorImage(), CatFrames(2, dim=-3, in_keys=["pixels"]), CatFrames(3, dim=-1, in_keys=["position"])
-    )
-    counted = Compose(StepCounter(4), RewardSum(), ObservationNorm(0.5, 2.0, in_keys=["pixels"], standard_normal=True))
-    return TransformedEnv(Camera(), Compose(*seen, *counted))
-
-
 def normalised() -> EnvBase:
     return TransformedEnv(Camera(), VecNormV2(in_keys=["position", ("inner", "double"), "reward"]))
 
 
-def turns() -> EnvBase:
-    return PettingZooEnv("connect_four_v3", parallel=False, use_mask=True)
-
-
-def lstm() -> LSTMModule:
-    torch.manual_seed(3)
-    return LSTMModule(input_size=3, hidden_size=4, in_key="position", out_key="embedded")
-
-
-def remembering() -> EnvBase:
-    return TransformedEnv(Camera(), Compose(InitTracker(), lstm().make_tensordict_primer()))
-
-
-def primed() -> EnvBase:
-    states = {"state": Unbounded((2, 3)), "count": Unbounded((1,), dtype=torch.int64)}
-    return TransformedEnv(Camera(), TensorDictPrimer(states, default_value=1.0))
-
-
 FACTORIES: dict[str, Any] = {
     "several dtypes": Camera,
-    "a batch in each": partial(CountingEnv, batch_size=[2]),
-    "of Gymnasium": partial(GymEnv, "CartPole-v1", categorical_action_encoding=True),
-    "pictures": pictures,
     "VecNormV2 inside": normalised,
-    "masks": Chooser,
-    "masks of agents": turns,
-    "states": remembering,
-    "primed": primed,
     "nested done flags": NestedCountingEnv,
     "done flags in a group": [Team, partial(Team, 5), partial(Team, 4)],
     "done flags in both": [partial(Team, length, at_root=True) for length in (3, 5, 4)],
-    "several agents": MultiKeyCountingEnv,
-    "agents that differ": HeterogeneousCountingEnv,
     "envs that differ": [partial(Camera, size=2), partial(Camera, size=4), partial(Camera, length=2)],
 }
-AROUND: dict[str, Callable[[], list[Any]]] = {
-    "masks": lambda: [ActionMask()],
-    "masks of agents": lambda: [StepCounter(5)],
-}
-
-
-# After a partial reset, `SerialEnv` shows transforms around it what the other envs observed in their own last reset.
-ForkedTheirs = partial(TheirParallelEnv, mp_start_method="fork")
-
-
-def both(name: str, around: Callable[[], Sequence[Any]] = list, theirs: Any = SerialEnv) -> Iterator[Any]:
-    """Three envs on Muster's workers, then three of TorchRL's; with transforms around them, and seeded alike."""
-    for cls in (partial(ParallelEnv, mp_start_method="fork"), theirs):
-        env = cls(3, FACTORIES[name])
-        for transform in (*AROUND.get(name, list)(), *around()):
-            env = TransformedEnv(env, transform)
-        env.set_seed(3)
-        yield env
-        env.close()
+# TorchRL's workers show all rows of these; its `SerialEnv` does not. They take a second to start.
+OF_WORKERS = ("done flags in a group", "done flags in both")
 
 
 def assert_same(ours: TensorDictBase, theirs: TensorDictBase, where: Any) -> None:
@@ -278,74 +179,17 @@ def driven(env: Any, *, partial_steps: bool) -> list[TensorDictBase]:
     return shown
 
 
-# Whatever class they are of, TorchRL does not step some of envs that are stacked lazily, nor of envs with a transform
-# around them that changes shapes.
-ALL_ONLY = ("a batch in each", "agents that differ", "envs that differ", "pictures around")
-# What TorchRL's workers show, and its `SerialEnv` does not.
-OF_WORKERS = ("masks", "agents that differ", "done flags in a group", "done flags in both")
-# TorchRL's workers take a second to start.
-SLOW = (("masks", False), ("agents that differ", False), ("VecNormV2 around", False))
-
-
-def cases(names: Iterable[str], suffix: str = "") -> list[Any]:
-    """The names, each with "all envs step" and "some envs step"."""
-    pairs = [(name, some) for name in names for some in (False, True) if not some or name + suffix not in ALL_ONLY]
-    alone = {name for name, some in pairs if some}  # where some envs step, at times all do
-    return [
-        pytest.param(
-            name,
-            some,
-            marks=[pytest.mark.slow] * ((name + suffix, some) in SLOW or (name in alone and not some)),
-            id=f"{name}-{some}",
-        )
-        for name, some in pairs
-    ]
-
-
-@pytest.mark.parametrize(("name", "partial_steps"), cases(FACTORIES))
-def test_rows_are_those_of_a_serial_env(name: str, partial_steps: bool):
-    envs = both(name, theirs=ForkedTheirs if name in OF_WORKERS else SerialEnv)
-    ours, theirs = (driven(env, partial_steps=partial_steps) for env in envs)
-    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+@pytest.mark.parametrize("name", FACTORIES)
+def test_rows_are_those_of_torchrls_envs(name: str):
+    shown = []
+    for cls in (ParallelEnv, TheirParallelEnv if name in OF_WORKERS else SerialEnv):
+        env = cls(3, FACTORIES[name], **{} if cls is SerialEnv else {"mp_start_method": "fork"})
+        env.set_seed(3)
+        # Whatever class they are of, TorchRL does not step some of envs that are stacked lazily.
+        shown.append(driven(env, partial_steps=name != "envs that differ"))
+        env.close()
+    for i, (mine, other) in enumerate(zip(*shown, strict=True)):
         assert_same(mine, other, (i,))
-
-
-AROUND_THE_BATCH: dict[str, Callable[[], list[Any]]] = {
-    "VecNormV2": lambda: [VecNormV2(in_keys=["position", "reward"])],
-    "pictures": lambda: [
-        ToTensorImage(),
-        CatFrames(2, dim=-3, in_keys=["pixels"]),
-        ObservationNorm(0.5, 2, in_keys=["pixels"]),
-    ],
-    "counters": lambda: [StepCounter(3), RewardSum(), InitTracker()],
-    "states": lambda: [InitTracker(), lstm().make_tensordict_primer()],
-}
-
-
-@pytest.mark.parametrize(("around", "partial_steps"), cases(AROUND_THE_BATCH, " around"))
-def test_transforms_around_the_batch_see_what_they_see_of_a_serial_env(around: str, partial_steps: bool):
-    theirs = ForkedTheirs if around == "VecNormV2" else SerialEnv
-    envs = both("several dtypes", AROUND_THE_BATCH[around], theirs=theirs)
-    ours, theirs = (driven(env, partial_steps=partial_steps) for env in envs)
-    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert_same(mine, other, (i,))
-
-
-@pytest.mark.parametrize("where", ["inside", "around"])
-def test_a_policy_of_lstm_states_sees_what_it_sees_of_a_serial_env(where: str):
-    net = lstm()
-    head = TensorDictModule(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), ["embedded"], ["action"])
-    policy = TensorDictSequential(net, head)
-    primer = AROUND_THE_BATCH["states"] if where == "around" else list
-    rollouts = []
-    for env in both("states" if where == "inside" else "several dtypes", primer):
-        with torch.no_grad():
-            rollouts.append(env.rollout(12, policy, break_when_any_done=False))
-    assert_same(*rollouts, ())
-    states = rollouts[0]["recurrent_state_h"]
-    assert states[:, 1].any()
-    # Not those of the episode before.
-    assert not states[rollouts[0]["is_init"].squeeze(-1)].any()
 
 
 @pytest.mark.parametrize("norm", [VecNorm, VecNormV2])
@@ -402,16 +246,11 @@ def pickles_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EnvBase, "pickles", pickles, raising=False)
 
 
-PICKLED_FAST = ("masks", "nested done flags", "envs that differ")  # a transform around, tensors, tensors of each env
-PICKLED_TOO = [name for name in FACTORIES if name not in (*PICKLED_FAST, "masks of agents")]
-
-
-@pytest.mark.parametrize("name", [*PICKLED_FAST, *slow(*PICKLED_TOO)])
+@pytest.mark.parametrize("name", ["nested done flags", "envs that differ"])  # tensors of all envs, and of each
 @pytest.mark.usefixtures("pickles_counted")
 def test_nothing_is_pickled_on_a_step_of_tensors_here_nor_in_workers(name: str):
-    envs = ParallelEnv(3, FACTORIES[name], mp_start_method="fork", worker_init=count_pickles)
-    envs.set_seed(3)
-    env = TransformedEnv(envs, ActionMask()) if name == "masks" else envs
+    env = ParallelEnv(3, FACTORIES[name], mp_start_method="fork", worker_init=count_pickles)
+    env.set_seed(3)
 
     def steps(count: int) -> None:
         data = env.reset()
@@ -419,7 +258,7 @@ def test_nothing_is_pickled_on_a_step_of_tensors_here_nor_in_workers(name: str):
             _, data = env.step_and_maybe_reset(env.rand_action(data))
 
     def counted() -> list[int]:
-        return list(envs.vector_env.call("pickles"))
+        return list(env.vector_env.call("pickles"))
 
     steps(12)  # in which the workers learn once which keys a verb brings
     counted()
