@@ -1,5 +1,3 @@
-import contextlib
-import inspect
 import multiprocessing
 import os
 import signal
@@ -10,12 +8,11 @@ from functools import partial
 import gymnasium
 import numpy as np
 import pytest
-from dropin_envs import Careless, Counter, Interrupted, Raising, Repeater, Slow, Speaker
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from dropin_envs import Counter, Interrupted, Raising, Repeater, Slow
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AsyncVectorEnv as TheirAsync
 from gymnasium.vector.async_vector_env import _async_worker
 
-from envs import Scripted
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from slow import slow
 
@@ -28,14 +25,6 @@ def test_may_be_stepped_before_the_first_reset(vectorise):
         obs, rewards, *_ = envs.step([0, 1])
     assert obs.tolist() == [[1.0], [1.0]]
     assert rewards.tolist() == [1.0, 1.0]
-
-
-@BOTH
-def test_observations_are_cast_and_axes_of_length_one_filled_in(vectorise):
-    with vectorise([Careless] * 2) as envs:
-        obs, _ = envs.reset()
-        assert obs.dtype == np.float32
-        assert obs.shape == (2, 1)
 
 
 def test_final_observations_of_discrete_spaces_are_numbers_as_the_env_gives_them():
@@ -133,42 +122,6 @@ def test_what_is_wrong_with_a_reset_mask_is_said_in_gymnasiums_words(vectorise):
             envs.reset(seed=[1, 2, 3])
 
 
-def observing(space, actions=Counter.action_space):
-    return partial(Scripted, obs_space=space, action_space=actions)
-
-
-NARROW, WIDE = gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Box(-2, 2, (3,), np.float32)
-LONG, CHOSEN = gymnasium.spaces.Box(-1, 1, (4,), np.float32), gymnasium.spaces.Box(-1, 1, (2, 3), np.float32)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("fns", "mode", "words"),
-    [
-        (
-            [observing(NARROW), observing(WIDE)],
-            "same",
-            "observation_mode='same'.* observation spaces are not equivalent",
-        ),
-        ([observing(NARROW), observing(LONG)], (NARROW, CHOSEN), "do not share a common shape and dtype"),
-        ([observing(NARROW), observing(NARROW, gymnasium.spaces.Discrete(4))], "same", "action.space"),
-        ([Counter], "any", "Invalid `observation_mode`"),
-    ],
-)
-def test_spaces_that_do_not_agree_are_refused_in_gymnasiums_words(fns, mode, words, vectorise):
-    with pytest.raises((RuntimeError, ValueError), match=words):
-        vectorise(fns, observation_mode=mode)
-
-
-@BOTH
-def test_a_constructors_own_exception_comes_through(vectorise):
-    def broken():
-        raise LookupError("no such track")
-
-    with pytest.raises(LookupError, match="no such track"):
-        vectorise([broken] * 2)
-
-
 def test_sync_takes_an_env_that_exists_and_gives_access_to_it():
     env = Counter()
     for _ in range(2):  # and again, while the first vector env has it still
@@ -186,13 +139,6 @@ def test_sync_with_autoreset_disabled_asserts_that_ended_envs_are_reset():
         envs.step([0, 0])
     envs.reset(options={"reset_mask": truncated})
     assert envs.step([0, 0])[0].tolist() == [[1.0], [2.0]]
-
-
-def test_async_builds_no_env_in_the_calling_process():
-    with AsyncVectorEnv([Counter] * 4, num_workers=2) as envs:
-        pids = envs.call("where")
-    assert os.getpid() not in pids
-    assert len(set(pids)) == 2
 
 
 def test_async_does_not_start_again_for_an_env_that_always_raises(recwarn):
@@ -215,19 +161,6 @@ def test_a_timeout_leaves_the_step_pending_and_returns_nothing_stale():
             envs.step([0, 0])
         assert envs.step_wait()[0].tolist() == [[1.0], [1.0]]
         assert envs.step([0, 0])[0].tolist() == [[2.0], [2.0]]
-
-
-def test_calls_out_of_order_are_refused_in_gymnasiums_words():
-    with AsyncVectorEnv([Counter] * 2) as envs:
-        with pytest.raises(NoAsyncCallError, match="Calling `reset_wait` without any prior call to `reset_async`"):
-            envs.reset_wait()
-        envs.call_async("where")
-        with pytest.raises(AlreadyPendingCallError, match="pending call to `call`"):
-            envs.reset()
-        with pytest.raises(NoAsyncCallError, match="`step_wait`"):
-            envs.step_wait()
-        envs.call_wait()
-        envs.reset()
 
 
 @BOTH
@@ -269,13 +202,6 @@ def test_a_call_that_is_refused_drops_nothing(refused):
         assert envs.step_wait()[0].tolist() == [[1.0], [1.0]]
 
 
-def test_closing_while_a_step_is_pending_warns():
-    envs = AsyncVectorEnv([Counter] * 2)
-    envs.step_async([0, 0])
-    with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step`"):
-        envs.close()
-
-
 def test_close_with_a_timeout_ends_where_a_worker_has_died_in_the_pending_call():
     envs = AsyncVectorEnv([Slow] * 2)
     envs.reset()
@@ -284,12 +210,6 @@ def test_close_with_a_timeout_ends_where_a_worker_has_died_in_the_pending_call()
     os.kill(pid, signal.SIGKILL)
     with pytest.warns(UserWarning, match="waiting for a pending call to `step`"):
         envs.close(timeout=1)
-
-
-def test_text_observations_are_not_those_of_the_first_step():
-    with AsyncVectorEnv([Speaker] * 2) as envs:
-        assert envs.reset()[0] == ("a", "a")
-        assert envs.step([0, 0])[0] == ("ab", "ab")
 
 
 def test_a_custom_worker_gets_gymnasiums_own_class():
@@ -322,43 +242,6 @@ def test_max_concurrency_limits_how_many_execute_at_once(most, context):
         envs.reset(seed=0)
         rows, *_ = envs.step([0] * 5)
     assert max(sum(begin <= moment < end for begin, end in rows) for moment, _ in rows) <= most
-
-
-class Duck:
-    """Steps as an env does, and is none of Gymnasium's."""
-
-    observation_space, action_space = Counter.observation_space, Counter.action_space
-    metadata, render_mode, spec, gravity = {}, None, None, 1  # Gymnasium's own form
-
-    def reset(self, *, seed=None, options=None):
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), float(self.gravity), False, False, {}
-
-    def get_wrapper_attr(self, name):
-        return getattr(self, name)
-
-    def set_wrapper_attr(self, name, value):
-        setattr(self, name, value)
-
-    def close(self):
-        pass
-
-    @property
-    def unwrapped(self):
-        return self
-
-
-@pytest.mark.parametrize("cls", [TheirAsync, AsyncVectorEnv])
-def test_max_concurrency_takes_what_is_no_env_of_gymnasiums(cls):
-    if "max_concurrency" not in inspect.signature(TheirAsync).parameters and cls is TheirAsync:
-        pytest.skip("this Gymnasium has no max_concurrency")
-    with contextlib.closing(cls([Duck] * 2, max_concurrency=1)) as envs:
-        envs.reset()
-        envs.set_attr("gravity", 5)
-        assert envs.step([0, 0])[1].tolist() == [5.0, 5.0]
-        assert envs.get_attr("gravity") == (5, 5)
 
 
 class Noisy(Counter):

@@ -65,8 +65,8 @@ def parallel_env(**options):
     return ParallelEnv(3, Once, **options)
 
 
-def of_sb3(cls=sb3.DummyVecEnv, **options):
-    return sb3.make_vec_env(Once, 3, vec_env_cls=cls, vec_env_kwargs=options)
+def of_sb3(**options):
+    return sb3.make_vec_env(Once, 3, vec_env_cls=sb3.SubprocVecEnv, vec_env_kwargs=options)
 
 
 MORE_HINTS = [
@@ -76,36 +76,15 @@ MORE_HINTS = [
         lambda: muster.make_vec(Once, 3, one_env_per_process=True),
     ),
     (
-        lambda: muster.make_vec(Once, 3, num_workers=1, caller_steps=True),
-        "one_env_per_process=True without num_workers and caller_steps",
-        lambda: muster.make_vec(Once, 3, one_env_per_process=True),
-    ),
-    (
-        lambda: muster.make_vec(Once, 3, backend="thread", num_workers=1),
-        'backend="process" without num_workers',
-        lambda: muster.make_vec(Once, 3, backend="process"),
-    ),
-    (
         lambda: collector(num_workers=2),
         'make_vec_options={"one_env_per_process": True} without num_workers',
         lambda: collector(one_env_per_process=True),
     ),
     (
-        lambda: collector(backend="serial"),
-        'backend="process"',
-        lambda: collector(backend="process"),
-    ),
-    (
-        lambda: sb3.SubprocVecEnv([Once] * 3, num_workers=2),
-        "SubprocVecEnv(env_fns) without num_workers",
-        lambda: sb3.SubprocVecEnv([Once] * 3),
-    ),
-    (
-        lambda: of_sb3(sb3.SubprocVecEnv, num_workers=2),
+        lambda: of_sb3(num_workers=2),
         "vec_env_cls=SubprocVecEnv without num_workers in vec_env_kwargs",
-        lambda: of_sb3(sb3.SubprocVecEnv),
+        of_sb3,
     ),
-    (of_sb3, "vec_env_cls=SubprocVecEnv", lambda: of_sb3(sb3.SubprocVecEnv)),
     (lambda: parallel_env(num_processes=2), "ParallelEnv without num_processes", parallel_env),
 ]
 

@@ -107,26 +107,10 @@ def test_make_vec_env_builds_them_in_every_class(cls, tmp_path):
     assert [(tmp_path / f"log{i}").read_text() for i in range(2)] == ["reset closed "] * 2
 
 
-@pytest.mark.parametrize("cls", [DummyVecEnv, pytest.param(SubprocVecEnv, marks=pytest.mark.slow)])
-def test_a_list_of_partials(cls):
-    envs = cls([functools.partial(Guarded, **arguments()), functools.partial(Guarded, *arguments().values())])
-    assert envs.reset().tolist() == EXPECTED
-    envs.close()
-
-
 @pytest.mark.parametrize("cls", [SyncVectorEnv, pytest.param(AsyncVectorEnv, marks=pytest.mark.slow)])
 def test_a_list_of_partials_for_gymnasium(cls):
     envs = cls([functools.partial(Guarded, **arguments()) for _ in range(2)])
     assert envs.reset()[0].tolist() == EXPECTED
-    envs.close()
-
-
-@pytest.mark.slow
-def test_torchrls_arguments():
-    from muster.interop.torchrl import ParallelEnv
-
-    envs = ParallelEnv(2, Guarded, create_env_kwargs=arguments(), mp_start_method="fork")
-    assert envs.reset()["observation"].tolist() == EXPECTED
     envs.close()
 
 

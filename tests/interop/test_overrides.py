@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -182,16 +181,6 @@ def test_step_returns_what_the_override_of_step_wait_returns(base, way):
         assert envs.step(ACTIONS) == "mine"
         if base is AsyncVectorEnv:
             base.step_wait(envs)
-
-
-@STEPPED
-def test_a_patch_of_the_drop_ins_own_class_counts(base):
-    with mock.patch.object(base, "step_async", autospec=True, side_effect=base.step_async) as patched:
-        envs = base([Counter], **FORK.get(base, {}))
-        envs.reset()
-        envs.step(ACTIONS)
-        envs.close()
-    patched.assert_called_once_with(envs, ACTIONS)
 
 
 def test_a_subclass_leaves_the_envs_open_where_its_close_extras_does():

@@ -22,7 +22,6 @@ from muster.vector import side_by_side
 from one_instance import ClassVariable, GlobalGenerator, Listening, Simulator, compile_library
 from slow import slow
 
-CONTEXTS = ("forkserver", "spawn", "fork")
 KINDS: dict[str, type[gym.Env[Any, Any]]] = {
     "refuses": Simulator,
     "crashes": Simulator,
@@ -117,7 +116,6 @@ FRONT_ENDS = {
     "ParallelEnv": with_parallel_env,
 }
 EACH_APART = [name for name in FRONT_ENDS if name != "make_vec, caller_steps"]
-BY_ID = [(name, kind) for name in EACH_APART for kind in ("shares", "class variable")][1:]
 
 
 @pytest.fixture
@@ -160,28 +158,19 @@ def test_each_env_has_a_process_of_its_own(front_end, kind, libraries):
     check(front_end, functools.partial(KINDS[kind], libraries[kind]), kind, context)
 
 
-@pytest.mark.parametrize(
-    ("front_end", "kind"), [("make_vec", "shares"), *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_ID)]
-)
-def test_so_has_each_env_of_an_id_of_somebody_else(front_end, kind, registered):
-    check(front_end, registered(kind), kind, "forkserver")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("by_id", [False, True], ids=["factory", "id"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("front_end", EACH_APART)
-def test_the_same_by_every_start_method(front_end, kind, by_id, context, libraries, registered):
-    env = registered(kind) if by_id else functools.partial(KINDS[kind], libraries[kind])
-    check(front_end, env, kind, context)
+def test_so_has_each_env_of_an_id_of_somebody_else(libraries):
+    gym.register("theirs/Shares-v0", entry_point=Simulator, kwargs={"library": libraries["shares"]})
+    try:
+        check("make_vec", "theirs/Shares-v0", "shares", "forkserver")
+    finally:
+        del gym.registry["theirs/Shares-v0"]
 
 
 def test_the_caller_is_one_of_the_processes():
     check("make_vec, caller_steps", ClassVariable, "class variable", "forkserver")
 
 
-@pytest.mark.parametrize("kind", ["crashes", "global generator", *slow("refuses", "shares", "class variable")])
+@pytest.mark.parametrize("kind", ["crashes", "global generator", *slow("refuses")])
 def test_auto_does_not_pack_them(kind, libraries, capfd):
     env = functools.partial(KINDS[kind], libraries[kind])
     with muster.make_vec(env, NUM_ENVS, num_workers="auto") as envs:
@@ -208,103 +197,31 @@ class CountsInInfos(Harmless):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         CountsInInfos.count += 1
-        info = {"at": time.perf_counter(), "of the class": {"count": self.counted()}}
+        info = {"at": time.perf_counter(), "of the class": {"count": CountsInInfos.count}}
         return *super().step(action)[:4], info
-
-    def counted(self) -> Any:
-        return CountsInInfos.count
-
-
-class WritesInInfos(CountsInInfos):
-    def counted(self) -> Any:
-        return f"step {CountsInInfos.count}"
-
-
-class HandsOutInInfos(CountsInInfos):
-    def counted(self) -> Any:
-        return {CountsInInfos.count, "steps"}
-
-
-class TellsOnlyTheTime(CountsInInfos):
-    def counted(self) -> Any:
-        return (time.perf_counter(), os.getpid(), object())
-
-
-class Pushing(Harmless):
-    """Writes where only ClassVariable reads."""
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        ClassVariable.position = 9.0
-        return super().step(action)
-
-
-class Reading(Harmless):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        return np.array([ClassVariable.position]), {}
-
-
-def ranked(env: Any, rank: int) -> Callable[[], Any]:
-    def thunk() -> Any:
-        made = gym.make(env) if isinstance(env, str) else env()
-        made.rank = rank
-        return made
-
-    return thunk
-
-
-UNIFORM: dict[str, Callable[[], dict[str, Any]]] = {
-    "closures over a rank": lambda: {"env": [ranked(Harmless, rank) for rank in range(4)]},
-    "levels": lambda: {"env": Harmless, "env_kwargs": [{"library": f"level{i}"} for i in range(4)]},
-    "two kinds": lambda: {"env": [Harmless, Harmless, harmless_too, harmless_too]},
-}
-MIXED: dict[str, Callable[[], dict[str, Any]]] = {
-    "harmless ones first": lambda: {"env": [Harmless, Harmless, ClassVariable, ClassVariable]},
-    "closures over a class": lambda: {"env": [ranked(Harmless, 0), ranked(Harmless, 1), ranked(ClassVariable, 2)] * 2},
-    "two kinds that meet": lambda: {"env": [Reading, Reading, Pushing, Pushing]},
-    "more kinds than are tried": lambda: {"env": [type(f"Own{i}", (Harmless,), {}) for i in range(4)]},
-    "other ids": lambda: {"env": [ranked(f"theirs/{i}-v0", i) for i in range(4)]},
-}
 
 
 def harmless_too() -> Any:
     return Harmless()
 
 
-def quickly(cases: dict[str, Any], *quick: str) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in cases]
+LISTS: dict[str, tuple[list[Any], bool]] = {
+    "two kinds": ([Harmless, Harmless, harmless_too, harmless_too], True),
+    "harmless ones first": ([Harmless, Harmless, ClassVariable, ClassVariable], False),
+    "more kinds than are tried": ([type(f"Own{i}", (Harmless,), {}) for i in range(4)], False),
+}
 
 
-@pytest.mark.parametrize(
-    "env", [CountsInInfos, *(pytest.param(one, marks=pytest.mark.slow) for one in (WritesInInfos, HandsOutInInfos))]
-)
-def test_auto_does_not_pack_envs_that_differ_in_infos_alone(env, capfd):
-    with muster.make_vec(env, 3, num_workers="auto") as envs:
+@pytest.mark.parametrize(("fns", "packs"), LISTS.values(), ids=LISTS)
+def test_auto_tries_every_kind_of_env_in_a_list(fns, packs):
+    with muster.make_vec(fns, num_workers="auto") as envs:
+        assert len(envs.stats()["workers"]) == (len(os.sched_getaffinity(0)) if packs else 4)
+
+
+def test_auto_does_not_pack_envs_that_differ_in_infos_alone(capfd):
+    with muster.make_vec(CountsInInfos, 3, num_workers="auto") as envs:
         assert envs.stats()["processes"] == 3
     assert "infos['of the class']['count'] changes when another env is stepped" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_auto_leaves_out_infos_that_differ_from_run_to_run():
-    with muster.make_vec(TellsOnlyTheTime, 3, num_workers="auto") as envs:
-        assert envs.stats()["processes"] == len(os.sched_getaffinity(0))
-
-
-@pytest.mark.parametrize("case", quickly(UNIFORM, "two kinds"))
-def test_auto_packs_a_list_of_envs_that_share_nothing(case):
-    with muster.make_vec(**UNIFORM[case](), num_envs=4, num_workers="auto") as envs:
-        assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
-
-
-@pytest.mark.parametrize("case", quickly(MIXED, "harmless ones first", "more kinds than are tried"))
-def test_auto_tries_every_kind_of_env_in_a_list(case):
-    for i in range(4):
-        gym.register(f"theirs/{i}-v0", entry_point=Harmless)
-    try:
-        with muster.make_vec(**MIXED[case](), num_workers="auto") as envs:
-            assert len(envs.stats()["workers"]) == envs.num_envs
-    finally:
-        for i in range(4):
-            del gym.registry[f"theirs/{i}-v0"]
 
 
 class Drawing(Harmless):
@@ -350,21 +267,8 @@ def cart_pole() -> Any:
     return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))  # whose infos hold times
 
 
-def half_cheetah() -> Any:
-    return gym.make("HalfCheetah-v5")
-
-
-def pong() -> Any:
-    import ale_py
-
-    gym.register_envs(ale_py)
-    return gym.make("ALE/Pong-v5")
-
-
-@pytest.mark.parametrize("env", [cart_pole, *slow(half_cheetah, pong)], ids=lambda env: env.__name__)
-def test_auto_packs_envs_that_share_nothing(env):
-    pytest.importorskip({half_cheetah: "mujoco", pong: "ale_py"}.get(env, "gymnasium"))
-    with muster.make_vec(env, NUM_ENVS, num_workers="auto") as envs:
+def test_auto_packs_envs_that_share_nothing():
+    with muster.make_vec(cart_pole, NUM_ENVS, num_workers="auto") as envs:
         assert len(envs.stats()["workers"]) == len(os.sched_getaffinity(0))
 
 

@@ -1,20 +1,17 @@
 import os
-import threading
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from dropin_envs import Alone, Careless, Counter, Interrupted, InterruptsCaller, Raising, Repeater, SeedOnly, Structured
+from dropin_envs import Alone, Counter, Interrupted, InterruptsCaller, Raising, SeedOnly, Structured
 
 import muster
-from muster.errors import CannotTravel, ConfigError
-from one_instance import Simulator, compile_library
+from muster.errors import ConfigError
 
 sb3 = pytest.importorskip("stable_baselines3")
 
 from stable_baselines3.common.monitor import Monitor  # noqa: E402
-from stable_baselines3.common.vec_env import VecEnv  # noqa: E402
 
 from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, as_sb3, make_vec_env  # noqa: E402
 
@@ -41,33 +38,6 @@ def make():
 
 
 @BOTH
-def test_is_a_vec_env_that_resets_in_the_step_that_ends(vec_env_cls, make):
-    envs = make(vec_env_cls([partial(Counter, 1), partial(Counter, 2), Counter]))
-    assert isinstance(envs, VecEnv)
-    assert envs.reset().tolist() == [[0.0], [0.0], [0.0]]
-    assert envs.reset_infos == [{"start": True}] * 3
-    obs, rewards, dones, infos = envs.step(np.zeros(3, int))
-    assert obs.tolist() == [[0.0], [1.0], [1.0]]
-    assert rewards.tolist() == [1.0, 1.0, 1.0]
-    assert dones.tolist() == [True, False, False]
-    assert infos[0].pop("terminal_observation").tolist() == [1.0]
-    assert infos[0] == {"count": 1, "TimeLimit.truncated": True}
-    assert infos[1] == {"count": 1, "TimeLimit.truncated": False}
-    assert envs.reset_infos[0] == {"start": True}
-
-
-@BOTH
-def test_seeds_and_options_are_used_once(vec_env_cls, make):
-    envs = make(vec_env_cls([Counter] * 2))
-    assert envs.seed(7) == [7, 8]
-    envs.set_options([{"level": 1}, {}])
-    envs.reset()
-    envs.reset()
-    assert envs.get_attr("seeds") == [[7, None], [8, None]]
-    assert envs.get_attr("options") == [[{"level": 1}, None], [None, None]]
-
-
-@BOTH
 def test_an_env_whose_reset_knows_no_options_may_be_used(vec_env_cls, make):
     envs = make(vec_env_cls([SeedOnly] * 2))
     envs.seed(1)
@@ -86,17 +56,6 @@ def test_attributes_and_methods_of_some_envs(vec_env_cls, make):
         envs.get_attr("mark")
     assert len(envs.env_method("where", indices=1)) == 1
     assert envs.reset().shape == (3, 1)  # and they are in step still
-
-
-@BOTH
-def test_as_lenient_as_sb3(vec_env_cls, make):
-    envs = make(vec_env_cls([Careless] * 2))
-    obs, *_ = envs.step([0, 1])
-    assert obs.dtype == np.float32
-    assert obs.shape == (2, 1)
-    given = make(vec_env_cls([Repeater] * 2))
-    given.step(np.array([[0.5, 1.5], [2.5, 3.5]]))
-    assert given.env_method("what")[1][1].tolist() == [2.5, 3.5]
 
 
 @pytest.mark.parametrize("order", [[Raising, Interrupted], [Interrupted, Raising]])
@@ -134,44 +93,6 @@ def test_dummy_gives_float32_rewards(make):
 def test_a_number_of_workers_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="num_workers must be a number of workers, \"auto\" or None, got 'all'"):
         SubprocVecEnv([Counter], num_workers="all")
-
-
-def test_a_library_that_loads_once_per_process_trains(make, tmp_path):
-    kwargs = {"library": str(compile_library(tmp_path))}
-    envs = make(make_vec_env(Simulator, n_envs=3, env_kwargs=kwargs, vec_env_cls=SubprocVecEnv, vec_env_kwargs=FORK))
-    envs.reset()
-    assert envs.step(np.array([0, 1, 2]))[0].tolist() == [[0.0], [1.0], [2.0]]
-    sb3.PPO("MlpPolicy", envs, n_steps=8, batch_size=12, n_epochs=1, device="cpu").learn(24)
-
-
-class Lock:
-    """Cannot be pickled, and is made from a host and a port."""
-
-    def __init__(self, host, port):
-        self.address = f"{host}:{port}"
-        self.lock = threading.Lock()
-
-
-class Connected(Counter):
-    def __init__(self, server):
-        super().__init__()
-        self.server = server
-
-    def address(self):
-        return self.server.address, os.getpid()
-
-
-def test_lazy_env_kwargs_are_built_beside_each_env(make):
-    kwargs = {"server": muster.lazy(Lock, "localhost", 5555)}
-    envs = make(make_vec_env(Connected, n_envs=2, env_kwargs=kwargs, vec_env_cls=SubprocVecEnv, vec_env_kwargs=FORK))
-    addresses = envs.env_method("address")
-    assert {address for address, _ in addresses} == {"localhost:5555"}
-    assert os.getpid() not in {pid for _, pid in addresses}
-
-
-def test_an_argument_that_cannot_travel_is_named():
-    with pytest.raises(CannotTravel, match=r"server.*lock"):
-        make_vec_env(Connected, n_envs=2, env_kwargs={"server": Lock("h", 1)}, vec_env_cls=SubprocVecEnv)
 
 
 def test_make_vec_env_seeds_monitors_and_wraps(tmp_path, make):

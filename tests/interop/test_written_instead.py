@@ -15,11 +15,10 @@ from muster.errors import EnvError, SpecMismatch
 sb3 = pytest.importorskip("stable_baselines3")
 
 from gymnasium.vector import AsyncVectorEnv as TheirAsync  # noqa: E402
-from gymnasium.vector import SyncVectorEnv as TheirSync  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv as TheirDummy  # noqa: E402
 
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv  # noqa: E402
-from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, as_sb3  # noqa: E402
+from muster.interop.sb3 import SubprocVecEnv, as_sb3  # noqa: E402
 
 
 class Overridden(SyncVectorEnv):
@@ -27,22 +26,13 @@ class Overridden(SyncVectorEnv):
         return super().step(actions)
 
 
-class Shifted(SyncVectorEnv):
-    def reset(self, **arguments):
-        obs, infos = super().reset(**arguments)
-        return obs + 100, infos
-
-
 @pytest.mark.parametrize(
     ("made", "instead"),
     [
         (lambda: TheirAsync([Counter]), r"SubprocVecEnv\(env_fns\)"),
-        (lambda: TheirSync([Counter]), r"SubprocVecEnv\(env_fns\)"),
         (lambda: SyncVectorEnv([Counter]), r"SubprocVecEnv\(env_fns\)"),
         (lambda: Overridden([Counter], autoreset_mode="SameStep"), r"SubprocVecEnv\(env_fns\)"),
-        (lambda: Shifted([Counter], autoreset_mode="SameStep"), r"SubprocVecEnv\(env_fns\)"),
         (lambda: TheirDummy([Counter]), "used as it is"),
-        (lambda: DummyVecEnv([Counter]), "used as it is"),
         (lambda: gymnasium.make("CartPole-v1"), r"DummyVecEnv\(\[make_env\]\)"),
         (lambda: muster.make_vec("pettingzoo/mpe/simple_v3", 1, backend="serial"), "muster.Collector"),
         (lambda: "CartPole-v1", r"make_vec\(make_env, num_envs, autoreset_mode=\"same_step\"\)"),
