@@ -8,16 +8,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase  # type: ignore[import-untyped]  # ships no types
+from tensordict import TensorDict, TensorDictBase  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from muster.errors import ConfigError, UsageError, WrongType
-from muster.nn.tensordicts import replaced_tensordicts, tensordict_slots
 
 # The call that has swapped the tensors of a module: id(module) -> (process, thread, number of the call).
 _holders: dict[int, tuple[int, int, int]] = {}
@@ -65,7 +64,7 @@ class _FunctionalCall:
         self._known = frozenset(name for name, _ in all_names(module))
         self._owners = tensor_owners(module)
         self._ties = ties(module)
-        self._slots = tensordict_slots(module, params)
+        self._slots = _slots_of(module, params)
         self._in_tensordicts = _names_inside_tensordicts(module)
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
@@ -94,9 +93,58 @@ class _FunctionalCall:
             return call_with(self._module, tensors, self._ties, args, kwargs)
         provided = _by_place(self._module, tensors, self._ties)
         registered = {place: tensor for place, tensor in provided.items() if place not in self._in_tensordicts}
-        with replaced_tensordicts(self._slots, provided):
+        with _replaced_tensordicts(self._slots, provided):
             y = functional_call(self._module, registered, args, kwargs, tie_weights=False)
         return y, _replaced(tensors, provided | registered, self._ties)
+
+
+# Modules such as TorchRL's multi-agent networks keep their parameters in a TensorDict. `functional_call` replaces what
+# modules register. A TensorDict returns tensors of its own, so that such a module would silently continue to use those;
+# here the TensorDict itself is replaced for the call.
+
+
+class _Slot(NamedTuple):
+    """An attribute that holds a TensorDict.  names: the module's name of the tensor at each of its keys."""
+
+    owner: nn.Module
+    attribute: str
+    held: TensorDictBase
+    names: dict[Any, str]
+
+
+def _slots_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Slot]:
+    """The attributes inside ``module`` with a TensorDict that holds some of ``tensors``."""
+    name_of = {id(tensor): name for name, tensor in tensors.items()}
+    slots = []
+    for owner in module.modules():
+        if isinstance(owner, TensorDictBase):
+            continue
+        for attribute, held in [*vars(owner).items(), *owner._modules.items()]:
+            if isinstance(held, TensorDictBase):
+                names = {key: name_of[id(leaf)] for key, leaf in held.items(True, True) if id(leaf) in name_of}
+                if names:
+                    slots.append(_Slot(owner, attribute, held, names))
+    return slots
+
+
+@contextmanager
+def _replaced_tensordicts(slots: Sequence[_Slot], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replaces each slot's TensorDict by one with ``tensors``, until the context ends."""
+    before = [dict(vars(slot.owner)) for slot in slots]
+    try:
+        for slot in slots:
+            replacement = TensorDict({}, batch_size=slot.held.batch_size)
+            for key, leaf in slot.held.items(True, True):
+                replacement[key] = tensors.get(slot.names.get(key, ""), leaf)
+            # An instance's own attribute is found before a registered submodule of that name.
+            vars(slot.owner)[slot.attribute] = replacement
+        yield
+    finally:
+        for slot, attributes in zip(slots, before, strict=True):
+            if slot.attribute in attributes:
+                vars(slot.owner)[slot.attribute] = attributes[slot.attribute]
+            else:
+                vars(slot.owner).pop(slot.attribute, None)
 
 
 def call_with(
