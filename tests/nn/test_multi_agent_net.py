@@ -298,23 +298,6 @@ def test_a_function_builds_networks_that_are_alike_and_independent(build):
         assert [torch.equal(a[name], b[name]) for a, b in zip(after, before, strict=True)] == [True, True, False]
 
 
-@pytest.mark.parametrize("share_params", [False, True])
-@pytest.mark.parametrize("centralised", [False, True])
-def test_options_of_networks_that_a_function_builds(centralised, share_params):
-    built = []
-
-    def make_net() -> nn.Module:
-        built.append(nn.Sequential(nn.Linear(12 if centralised else 4, 8), nn.LayerNorm(8)))
-        return built[-1]
-
-    net = MultiAgentNet(make_net, 3, centralised=centralised, share_params=share_params, use_vmap=False)
-    assert len(built) == (1 if share_params else 3)
-    x = torch.randn(5, 3, 4)
-    expected = loop(built * 3 if share_params else built, x, centralised)
-    torch.testing.assert_close(net(x), expected, rtol=1e-5, atol=1e-6)
-    assert (net.net is built[0]) is share_params
-
-
 def test_modules_that_share_tensors_are_refused():
     one = nn.Linear(4, 2)
     with pytest.raises(UsageError, match="modules 0 and 1 share the tensor 'weight'"):

@@ -8,8 +8,6 @@ import pickle
 
 import pytest
 import torch
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
 
 from muster.nn import MultiAgentMLP, MultiAgentNet, TargetParams, functionalize
@@ -87,13 +85,6 @@ def test_compiled_equals_eager_with_gradients(net):
     expected.square().sum().backward()
     for mine, other in zip(net.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_in_a_tensordict_module_with_nested_keys(net):
-    policy = TensorDictModule(net, in_keys=[("walker", "observation")], out_keys=[("walker", "action")])
-    policy = pickle.loads(pickle.dumps(copy.deepcopy(policy)))
-    batch = TensorDict({"walker": TensorDict({"observation": X}, [4, 3])}, [4])
-    torch.testing.assert_close(policy(batch)["walker", "action"], net(X))
 
 
 def test_functional_calls_and_targets(net):

@@ -88,21 +88,6 @@ def test_parameters_are_stacked_with_the_agents_in_front():
     assert tuple(conv(True, False).net[0].weight.shape) == (3, 4, 6, 3, 3)
 
 
-def test_hidden_layers_and_activations():
-    net = MultiAgentMLP(5, 2, 3, centralised=False, share_params=True, num_cells=[7, 9], activation_class=nn.ReLU)
-    assert [type(layer) for layer in net.net] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
-    assert [layer.out_features for layer in net.net[::2]] == [7, 9, 2]
-    assert MultiAgentMLP(5, 2, 3, centralised=False, share_params=True, depth=1).net[0].out_features == 32
-
-
-def test_an_activation_with_parameters_has_its_own_for_each_agent():
-    net = MultiAgentMLP(5, 2, 3, centralised=False, share_params=False, depth=1, activation_class=nn.PReLU)
-    with torch.no_grad():
-        net.net[1].weight.copy_(torch.tensor([[0.0], [1.0], [2.0]]))
-    x = torch.randn(6, 3, 5)
-    torch.testing.assert_close(net(x), one_by_one(net, x), rtol=1e-5, atol=1e-6)
-
-
 def test_both_spellings_of_centralised():
     assert MultiAgentMLP(5, 2, 3, centralized=True, share_params=True).centralised
     assert not MultiAgentConvNet(3, centralized=False, share_params=True, in_features=2).centralised
@@ -125,12 +110,6 @@ def test_inputs_of_another_shape_are_named(centralised, share_params):
     images = conv(centralised, share_params)
     with pytest.raises(SpecMismatch, match="size 2 for each agent at axis -3"):
         images(torch.randn(4, 3, 6, 12, 12))
-
-
-def test_channels_that_would_fit_all_agents_together_are_refused():
-    net = MultiAgentConvNet(3, False, False, in_features=6, kernel_sizes=3)
-    with pytest.raises(SpecMismatch, match="size 6 for each agent"):
-        net(torch.randn(4, 3, 2, 20, 20))
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,6 @@ def test_buffers_become_equal_and_a_call_in_training_mode_writes_only_the_target
     assert target.params["1.num_batches_tracked"] == 2
 
 
-def test_tied_parameters_have_one_target():
-    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    net[1].weight = net[0].weight
-    target = TargetParams(net)
-    fill(net, 1.0)
-    target.update(1.0)
-    assert list(target.params) == ["0.weight"]
-    assert target(torch.ones(2)).tolist() == [4.0, 4.0]
-
-
 def test_untied_parameters_have_a_target_each_after_a_hard_update():
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     net[1].weight = net[0].weight
