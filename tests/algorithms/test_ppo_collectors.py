@@ -171,10 +171,8 @@ def test_a_rollout_that_was_lost_whole_is_collected_again(tmp_path: Path):
     [
         ({}, "say how many"),
         (4, "say how many"),
-        ({"num_collectors": 2, "num_envs": 4}, r"'num_envs': use PPOConfig\(num_envs=...\)"),
-        ({"num_collectors": 2, "num_workers": 2}, "'num_workers': use num_collectors"),
-        ({"num_collectors": 2, "wrappers": []}, r"'wrappers': use \"make_vec_options\": {\"wrappers\": ...}"),
-        ({"num_collectors": 2, "backend": "serial"}, "'backend': leave it out"),
+        ({"num_collectors": 2, "num_envs": 4}, r"no option 'num_envs'\. They have num_collectors, "),
+        ({"num_collectors": 2, "wrappers": []}, "'wrappers'.*; options of the envs go into make_vec_options"),
         ({"num_collectors": 2, "make_vec_options": {"copy": False}}, "their.*, got copy"),
     ],
 )

@@ -55,24 +55,6 @@ def followers(rows: Tensor, last: Tensor, finals: Tensor, final_at: Tensor) -> T
     return following
 
 
-def in_sequences(memory: Tensor, keeps: Tensor, most: int) -> tuple[Tensor, Tensor, Sequences]:
-    """The rows of N envs, T of each, as S equal sequences of L steps, ``most`` at the most.
-
-    memory: [N, T, (A,) H], before each row: sequences begin with theirs.  keeps: [N, T, (A)].
-
-    Returns the indices of their rows [S * L]; which of them repeat an env's last row, where T is no multiple of L,
-    bool [S * L]; and their memory.
-    """
-    N, T = keeps.shape[:2]
-    count = math.ceil(T / most)
-    times = torch.arange(count * math.ceil(T / count), device=keeps.device).view(count, -1)
-    firsts = T * torch.arange(N, device=keeps.device).view(N, 1, 1)
-    at = (firsts + times.clamp(max=T - 1)).flatten(0, 1)
-    start, kept = memory.flatten(0, 1)[at[:, 0]], keeps.flatten(0, 1)[at]
-    kept[:, 0] = True  # the memory before the first row is as it was
-    return at.flatten(), (times >= T).expand(N, *times.shape).flatten(), Sequences(start, kept)
-
-
 class ActorCritic(nn.Module):
     """A policy and a value for one env: two networks of ``hidden_sizes``, or single layers on a shared CNN for images.
 
@@ -300,17 +282,9 @@ class Explorer(nn.Module):
         self, obs: Tensor, state: Mapping[Any, Tensor] | None = None, *,
         masks: Tensor | None = None, rng: torch.Generator | None = None,
     ) -> Any:  # fmt: skip
-        """As `explore`; its outputs alone without memory."""
-        outputs, after = self.explore(obs, state, masks=masks, rng=rng)
-        return outputs if after is None else (outputs, after)
-
-    def explore(
-        self, obs: Tensor, state: Mapping[Any, Tensor] | None, *,
-        masks: Tensor | None, rng: torch.Generator | None = None,
-    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None]:  # fmt: skip
         """Drawn actions [B, K] for observations [B, *obs_shape], CHOSEN, and as the env wants them, "action".
 
-        state: the memory before the step; that after it is returned, too, None without.  masks: allowed choices, as
+        state: the memory before the step; that after it is returned, too.  masks: allowed choices, as
         for `ActorCritic`.  rng: None for torch's global generator. Raises TrainingDiverged for
         actions that are not finite.
         """
@@ -323,7 +297,7 @@ class Explorer(nn.Module):
                 f"learning_rate, which is {self.learning_rate:g}, or look for huge observations."
             )
         outputs = {CHOSEN: chosen, "action": torch.from_numpy(self.policy.head.to_env(chosen))}
-        return outputs, None if after is None else {MEMORY: after}
+        return outputs if after is None else (outputs, {MEMORY: after})
 
 
 class Network(NamedTuple):

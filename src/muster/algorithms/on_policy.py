@@ -28,7 +28,7 @@ from muster.algorithms.ppo_config import (
 )  # fmt: skip
 from muster.errors import ClosedError, ConfigError, TrainingDiverged, UsageError
 from muster.rollout.collector import Collector
-from muster.rollout.multi_collector import ENV_OPTIONS, MultiCollector, env_options
+from muster.rollout.multi_collector import MultiCollector, env_options
 from muster.rollout.weights import place, to_device
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -43,17 +43,6 @@ OPTIONS = (
     *("num_collectors", "cluster", "make_vec_options", "on_failure", "max_restarts", *_OF_WORKERS),
     *("collect_timeout", "threads_per_collector", "preemptive_threshold"),
 )
-_INSTEAD = {
-    **{name: f"PPOConfig({name}=...)" for name in ("num_envs", "seed", "episode_info")},
-    "frames_per_batch": "PPOConfig(num_steps=...)",
-    "total_frames": "PPOConfig(total_steps=...)",
-    "policy": "PPO(policy=...)",
-    "max_frames_per_traj": "gymnasium.wrappers.TimeLimit among the wrappers",
-    "num_workers": "num_collectors",
-    "threads_per_worker": "threads_per_collector",
-    "step_timeout": "collect_timeout",
-    **{name: f'"make_vec_options": {{"{name}": ...}}' for name in ENV_OPTIONS},
-}
 
 
 class OnPolicy(ABC, Generic[M]):
@@ -323,8 +312,10 @@ def facts_of(envs: Any, config: PPOConfig, collectors: Mapping[str, Any] | None)
         raise ConfigError('collectors: say how many there are to be, as in collectors={"num_collectors": 4}')
     for name in collectors:
         if name not in OPTIONS:
-            instead = f"use {_INSTEAD[name]}" if name in _INSTEAD else f"leave it out. They have {', '.join(OPTIONS)}"
-            raise ConfigError(f"collectors: PPO's collectors have no option {name!r}: {instead}")
+            raise ConfigError(
+                f"collectors: PPO's collectors have no option {name!r}. They have {', '.join(OPTIONS)}; options of the "
+                "envs go into make_vec_options, those of rollouts into PPOConfig"
+            )
     options = env_options(collectors.get("make_vec_options"))
     if isinstance(changes := options.get("worker_env"), (list, tuple)):
         options["worker_env"] = changes[:1]

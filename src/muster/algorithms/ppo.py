@@ -24,17 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from muster.algorithms.actor_critic import (
-    CHOSEN,
-    MEMORY,
-    Explorer,
-    Network,
-    Sequences,
-    as_seen,
-    followers,
-    goes_on,
-    in_sequences,
-)
+from muster.algorithms.actor_critic import CHOSEN, MEMORY, Explorer, Network, Sequences, as_seen, followers, goes_on
 from muster.algorithms.encoder import ObservationNormalizer, RewardNormalizer, observed
 from muster.algorithms.on_policy import OnPolicy, facts_of, generator_of, placed, seed_of
 from muster.algorithms.own_network import policy_of
@@ -185,16 +175,23 @@ class Rollout(NamedTuple):
         return Rollout(*parts)._replace(memory=memory)
 
     def in_sequences(self, memory: Tensor, keeps: Tensor, most: int) -> Rollout:
-        """All T rows of N envs in equal sequences of at most ``most`` steps; rows that are repeated do not count.
+        """All T rows of N envs as S equal sequences of L steps, ``most`` at the most, which begin with their memory.
 
+        An env's last row is repeated, where T is no multiple of L; these rows do not count.
         memory: [N, T, H], before each row.  keeps: [N, T].
         """
-        at, repeats, sequences = in_sequences(memory, keeps, most)
-        rows = self.at(at)
+        N, T = keeps.shape[:2]
+        count = math.ceil(T / most)
+        times = torch.arange(count * math.ceil(T / count), device=keeps.device).view(count, -1)
+        firsts = T * torch.arange(N, device=keeps.device).view(N, 1, 1)
+        at = (firsts + times.clamp(max=T - 1)).flatten(0, 1)
+        start, kept = memory.flatten(0, 1)[at[:, 0]], keeps.flatten(0, 1)[at]
+        kept[:, 0] = True  # the memory before the first row is as it was
+        rows, repeats = self.at(at.flatten()), (times >= T).expand(N, *times.shape).flatten()
         for kind in (rows.counts, rows.acts):
             assert kind is not None
             kind[repeats] = False
-        return rows._replace(memory=sequences)
+        return rows._replace(memory=Sequences(start, kept))
 
     def explained_variance(self) -> float:
         """The share of the targets' variance that the values explain: 1 all, 0 no more than their mean does."""

@@ -158,7 +158,7 @@ class AgentsExplorer(nn.Module):
         """As `Explorer`, by group, for observations [N, A, *obs_shape] and masks [N, A, n] by group."""
         for explorer in self.explorers:
             explorer.steps = self.steps
-        explorations = [partial(explorer.explore, rng=rng) for explorer in self.explorers]
+        explorations = [partial(explorer.forward, rng=rng) for explorer in self.explorers]
         outputs, after = _by_team(self.teams, explorations, obs, state, masks, alive)
         return outputs if after is None else (outputs, after)
 
@@ -211,7 +211,8 @@ def _by_team(
         group, own = team.group, (slice(None), team.agents)
         before = None if state is None else {MEMORY: state[group, *MEMORY][own]}
         allowed = None if (one := masks.get(group)) is None else one[own]
-        output, after = act(as_observation(obs[group], 2)[own], before, masks=allowed)
+        found = act(as_observation(obs[group], 2)[own], before, masks=allowed)
+        output, after = found if isinstance(found, tuple) else (found, None)
         outputs.setdefault(group, []).append(output)
         if after is not None:
             there = alive[group][own].unsqueeze(-1) if group in alive else True
