@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from muster.command_line.command_options import DoctorOptions
 from muster.doctor.diagnosing import diagnose
 from muster.doctor.diagnosis import Diagnosis, Measurements
 from muster.doctor.targets import about_import, import_code, judge_target
@@ -36,12 +35,11 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 @LauncherClient.kept()
-def diagnose_for(options: DoctorOptions) -> Diagnosis:
+def diagnose_for(options: Any) -> Diagnosis:
     """The diagnosis of the env and the policy. A module that cannot be imported is a finding.
 
     Raises RecipeError, ModuleNotFoundError, and what `diagnose` raises.
     """
-    assert options.env is not None
     if options.policy is not None:
         require("--policy needs", "muster-rl[torch]", "torch", "tensordict")
     if (unusable := about_import(options.env, options.timeout)) is not None:
