@@ -22,7 +22,7 @@ DOCTOR, TORCH, SB3, TORCHRL, TRAIN, MARL, RAY = (
 SUBSTRATES = "python -m muster.envs.install_meltingpot"
 LOAD_SUBSTRATES = "from muster.envs.melting_pot import load_substrates; load_substrates()"
 WRITE_EVENTS = "from pathlib import Path; from muster.training.events import EventLog; EventLog(Path())"
-PLOT = "from muster.training.picture import plot_learning_curve; plot_learning_curve(1, 2, title='')"
+PLOT = "from muster.training.picture import learning_curve; learning_curve(1, title='')"
 CONNECT = "from muster.rollout.cluster.ray_connection import connect; connect()"
 DIAGNOSE = "muster.diagnose('CartPole-v1', policy=1)"
 OLD_PONG = "muster.make_vec('PongNoFrameskip-v4')"

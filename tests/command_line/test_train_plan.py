@@ -187,7 +187,7 @@ def test_a_run_of_ones_own_env_is_evaluated_and_goes_on_from_anywhere(
         monkeypatch.chdir(folder / "elsewhere")
     refused = muster("eval", f"{folder}/r")
     assert refused.exit_code == 2
-    assert f"{folder}/r names code: " in refused.stderr
+    assert f"{folder}/r names code, or what lies outside of it: " in refused.stderr
     assert "or --trust on a command line" in refused.stderr
     assert refused.stderr == muster("train", "--resume", f"{folder}/r").stderr.replace("muster train", "muster eval")
     result = muster("eval", f"{folder}/r", "--episodes", "2", "--trust")

@@ -280,7 +280,7 @@ def test_code_that_the_folder_names_needs_trust(cart_pole: Path, tmp_path: Path,
     named = changes.get("wrappers", [changes["env"]])[0]
     with pytest.raises(ConfigError) as caught:
         policy.make_vec()
-    assert f"names code: {named}. " in str(caught.value)
+    assert f"names code, or what lies outside of it: {named}. " in str(caught.value)
     assert "say trust=True in Python, or --trust on a command line" in str(caught.value)
     assert "\n" not in str(caught.value)
 

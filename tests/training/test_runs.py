@@ -79,8 +79,6 @@ def test_tensorboard_shows_what_the_csv_holds_by_the_names_of_cleanrl(tmp_path: 
     assert len(events.Tags()["scalars"]) == len(rows[0]) - 1  # all but the steps
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a callback is lost
-@pytest.mark.timeout(60, method="thread")  # SIGALRM, which would be the other method's, interrupts the writing
 class Graded(gym.Wrapper):
     """Reports a success where the pole stood for 20 steps, and the steps as score, of episodes that have ended."""
 
@@ -173,6 +171,8 @@ def test_figures_have_columns_of_their_own(tmp_path: Path, names: list[str]):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a callback is lost
+@pytest.mark.timeout(60, method="thread")  # SIGALRM, which would be the other method's, interrupts the writing
 def test_a_run_interrupted_while_it_is_written_can_be_written_on_and_closed(tmp_path: Path):
     losses = [f"losses/{name}" for name in "abc"]
     step = 0

@@ -188,11 +188,11 @@ def test_names_are_printed_without_control_characters(run: Path, changes: dict[s
     assert "Pole" in "".join(said)
 
 
-@pytest.mark.parametrize("name", [b"\xff\xe9 run", f"{ODD}$x^$ run".encode()], ids=["no UTF-8", "control characters"])
-def test_a_folder_of_any_name_is_used_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes):
+def test_a_folder_of_any_name_is_used_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    folder = os.fsdecode(name)
-    said = []
+    with pytest.raises(ConfigError, match="run_dir must be a folder with a path of UTF-8"):
+        run_folder.RunFolder(Path(os.fsdecode(b"\xff run")))
+    folder, said = f"{ODD}$x^$ run", []
     for words in (
         ("train", "CartPole-v1", *SMALL, "--total-steps=64", "--run-dir", folder),
         ("train", "--resume", folder, "--total-steps=96"),
@@ -344,10 +344,11 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_read(run: Path, 
     ):
         kept = (run / "config.json").read_text()
         change(run, **changes)
-        with pytest.raises(UsageError, match=r"config\.json asks for more memory than there is: [\d,]+ bytes"):
+        said = r"config\.json(: .* describes no space: MemoryError| asks for more memory than there is: [\d,]+ bytes)"
+        with pytest.raises(UsageError, match=said):
             load_policy(run)
         goes_on = muster("train", "--resume", str(run), *GO_ON)
-        assert (goes_on.exit_code, "config.json asks for more memory" in goes_on.stderr) == (2, True), goes_on.output
+        assert (goes_on.exit_code, goes_on.stderr.count("\n")) == (2, 1), goes_on.output
         (run / "config.json").write_text(kept)
     for changes in ({"num_steps": 10**12}, {"update_epochs": 10**400}):
         kept = (run / "config.json").read_text()
@@ -466,7 +467,7 @@ def test_a_library_is_known_where_an_installed_distribution_has_it(
         with contextlib.suppress(ConfigError):
             plan.require_trust(run)
             return False
-        with pytest.raises(ConfigError, match=r"Swimmer-v0, and no installed package has dm_control\. To use it"):
+        with pytest.raises(ConfigError, match=r"Swimmer-v0, and no installed package has dm_control\. With"):
             plan.require_trust(run)
         return True
 

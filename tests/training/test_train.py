@@ -21,7 +21,6 @@ from command import muster
 from muster.algorithms import ActorCritic, PPOConfig, head_of, masked
 from muster.errors import ConfigError, RecipeError, UsageError
 from muster.training.checkpoints import read_checkpoint
-from muster.training.run import Run
 
 SMALL: dict[str, Any] = {
     "total_steps": 32, "num_envs": 2, "num_steps": 8, "num_minibatches": 1, "update_epochs": 2, "backend": "serial",
@@ -100,7 +99,7 @@ def weights_in(run: Path) -> list[torch.Tensor]:
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture of each run would take most of the time."""
-    monkeypatch.setattr("muster.training.runs.plot_learning_curve", lambda *paths, **options: None)
+    monkeypatch.setattr("muster.training.runs.learning_curve", lambda *paths, **options: None)
 
 
 HERE = str(Path(__file__).resolve())
@@ -137,7 +136,7 @@ def test_python_and_the_command_leave_equal_weights_and_metrics(tmp_path: Path, 
     timed = ("seconds", "steps_per_second")
     by_command, by_call = (
         {name: column for name, column in one.metrics.items() if name not in timed}
-        for one in (Run(tmp_path / "a"), run)
+        for one in (type(run)(tmp_path / "a"), run)
     )
     np.testing.assert_equal(by_call, by_command)
     assert by_call["steps"].tolist() == [16, 32]

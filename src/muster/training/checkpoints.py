@@ -25,11 +25,9 @@ from muster.training.run_folder import (
     BEST,
     CHECKPOINT,
     COPIES,
-    COPY,
     SUFFIX,
     RunFolder,
-    as_word,
-    files_in,
+    copies_in,
     reading,
     require_room,
     states_in,
@@ -38,7 +36,6 @@ from muster.training.run_folder import (
 CHECKPOINT_EVERY_S = 60.0
 STATE = "muster"  # in the metadata, the JSON of what is no tensor
 _MOST_HEADER = 16 << 20  # bytes; each tensor has a line of it, of 100 bytes
-_NUMBERS = range(1 << 32)  # that may be keys: those of an optimizer are
 
 
 class Evaluation(NamedTuple):
@@ -53,8 +50,8 @@ class Evaluation(NamedTuple):
 class Checkpoints:
     """Saves a run's states into its folder, while it trains.
 
-    checkpoint.safetensors is at least as new as every other one, so that no other is beyond what a run goes on from. A
-    state that an OSError keeps out waits for the next `save`; of copies only the newest does.
+    checkpoint.safetensors is at least as new as every other one, so that no other is beyond what a run goes on from.
+    Where an OSError keeps it out, the next `save` writes the state of that time.
 
     steps: env steps that the run had made before.  every: env steps between two copies, None for no copies.
     keep: how many copies stay, the newest; None for all.
@@ -68,7 +65,6 @@ class Checkpoints:
         self._steps = self.saved = steps
         self.best = _best_of(folder.path)
         self._saved_at = -math.inf
-        self._waiting: dict[str, dict[str, Any]] = {}
 
     def save(self, ppo: OnPolicy[Any], evaluation: Evaluation | None = None, *, now: bool = False) -> None:
         """Saves what is due after an iteration. evaluation: of its state.  now: saves the newest state in any case."""
@@ -76,24 +72,20 @@ class Checkpoints:
         self._steps = ppo.steps
         is_best = evaluation is not None and (self.best is None or evaluation.mean_return > self.best.mean_return)
         is_late = time.monotonic() - self._saved_at > CHECKPOINT_EVERY_S
-        if not (now or due or is_best or is_late or self._waiting):
+        if not (now or due or is_best or is_late):
             return
-        state = ppo.state_dict()
-        waiting = {CHECKPOINT: state, **({f"{COPIES}/{_name_of(ppo.steps)}": state} if due else {})}
+        state, self._saved_at = ppo.state_dict(), -math.inf
+        content = packed(state)
+        self._folder.save_checkpoint(content)
+        self.saved = ppo.steps
+        if due:
+            self._folder.save_checkpoint(content, f"{COPIES}/{_name_of(ppo.steps)}")
+            copies = copies_in(self._folder.path)
+            for old in copies[: -self._keep] if self._keep is not None else ():
+                (self._folder.path / old).unlink(missing_ok=True)
         if evaluation is not None and is_best:
-            waiting[BEST] = {**state, "evaluation": evaluation._asdict()}
+            self._folder.save_checkpoint(packed({**state, "evaluation": evaluation._asdict()}), BEST)
             self.best = evaluation
-        older = {name: one for name, one in self._waiting.items() if name == BEST or not due}
-        self._waiting = {CHECKPOINT: state, **older, **waiting}
-        for name in list(self._waiting):
-            self._folder.save_checkpoint(packed(self._waiting[name]), name)
-            del self._waiting[name]
-            if name == CHECKPOINT:
-                self.saved = ppo.steps
-            if name.startswith(COPIES) and self._keep is not None:
-                copies = files_in(self._folder.path, COPIES, COPY)
-                for old in copies[: len(copies) - self._keep]:
-                    (self._folder.path / old).unlink(missing_ok=True)
         self._saved_at = time.monotonic()
 
 
@@ -152,15 +144,11 @@ def _plain(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) 
     if isinstance(value, (list, tuple)):
         items = [_plain(one, (*path, str(i)), tensors) for i, one in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
-    if isinstance(value, Mapping) and all(map(_is_key, value)):
+    if isinstance(value, Mapping) and all(isinstance(key, str) or type(key) is int for key in value):
         pairs = [(key, _plain(one, (*path, str(key)), tensors)) for key, one in value.items()]
         return dict(pairs) if all(isinstance(key, str) and key[:1] != "$" for key in value) else {"$dict": pairs}
     held = f"a {type(value).__name__}" + (" with such keys" if isinstance(value, Mapping) else "")
     raise WrongType(f"{'/'.join(path)} in the run's state is {held}, which no checkpoint has")
-
-
-def _is_key(key: object) -> bool:
-    return isinstance(key, str) or (type(key) is int and key in _NUMBERS)
 
 
 def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
@@ -171,7 +159,7 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
     file = path / name
     if not os.path.lexists(file):
         states = states_in(path)
-        remedy = f"To go on with it: muster train --resume {as_word(path)}"
+        remedy = f"To go on with it: muster train --resume {path}"
         if states:
             remedy = f"To go on, copy an older state to it: {', '.join(states)}"
         raise UsageError(f"{path} has no {name}. {remedy}")
@@ -206,7 +194,7 @@ def _unpacked(text: str, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any
                 return tuple(items)
             case {"$float": str(number)}:
                 return float(number)
-            case {"$dict": list(pairs)} if all(_is_key(key) for key, _ in pairs):
+            case {"$dict": list(pairs)}:
                 return dict(pairs)
         return found
 
@@ -218,7 +206,7 @@ def states_after(run: Path, steps: int) -> list[str]:
     """The names of the best state and of copies, where they are of more than so many steps."""
     with reading(run / BEST):
         best = [BEST] if (run / BEST).exists() and read_checkpoint(run, BEST)["steps"] > steps else []
-    return best + [copy for copy in files_in(run, COPIES, COPY) if copy > f"{COPIES}/{_name_of(steps)}"]
+    return best + [copy for copy in copies_in(run) if copy > f"{COPIES}/{_name_of(steps)}"]
 
 
 def _no_checkpoint(file: Path, problem: str) -> UsageError:

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
@@ -32,21 +32,25 @@ class EnduringOutput:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._endures(self._stream.write, text)
+        with _enduring():
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._endures(self._stream.flush)
-
-    def _endures(self, call: Callable[..., Any], *text: str) -> Any:
-        try:
-            return call(*text)
-        except OSError as error:
-            if error.errno not in (*DISK_FULL, errno.EIO):  # the last one of a terminal that has gone
-                raise
+        with _enduring():
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextmanager
+def _enduring() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (*DISK_FULL, errno.EIO):  # the last one of a terminal that has gone
+            raise
 
 
 def run_console() -> Console:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,6 @@ class EventLog:
         self._run, self._after, self._options = run, after_step, options
         self._rows: list[tuple[int, Mapping[str, float]]] = []  # those that may not be in a file
         self._writer: Any = None
-        self._fd: int | None = None
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Adds scalars for one step. scalars: by ``group/name``, the name of the chart; nan is left out."""
@@ -62,15 +59,6 @@ class EventLog:
                 raise
         self._after, self._rows = self._rows[-1][0] if self._rows else self._after, []
 
-    def _path(self) -> str:
-        """The folder, by an fd where its name is no UTF-8, which TensorBoard does not take."""
-        if str(self._run).encode(errors="ignore") == os.fsencode(self._run):
-            return str(self._run)
-        if self._fd is None:
-            self._fd = os.open(self._run, os.O_RDONLY | os.O_DIRECTORY)
-            weakref.finalize(self, os.close, self._fd)
-        return f"/proc/self/fd/{self._fd}"
-
     def _begun(self) -> Any:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from torch.utils.tensorboard import SummaryWriter
@@ -80,12 +68,11 @@ class EventLog:
         if any(self._run.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
             time.sleep(1)  # TensorBoard reads files by the order of their names, and those of one second have none
         # The first file has a START, too: only a START after another START shows TensorBoard that a run goes on.
-        writer: Any = SummaryWriter(self._path(), purge_step=self._after + 1)
+        writer: Any = SummaryWriter(str(self._run), purge_step=self._after + 1)
         if self._options:
             kept = (bool, int, float)
             plain = {name: one if isinstance(one, kept) else printable(str(one)) for name, one in self._options.items()}
-            # A folder's name may be no UTF-8.
-            writer.file_writer.add_summary(hparams_pb(plain, trial_id=printable(self._run.name)))
+            writer.file_writer.add_summary(hparams_pb(plain, trial_id=self._run.name))
         return writer
 
     def close(self) -> None:

@@ -94,10 +94,9 @@ def _frames(envs: RunEnvs, policy: Callable[..., Any], seed: int, max_steps: int
 def _rendered(envs: RunEnvs) -> Frame:
     frame = envs.render()[0]
     if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.dtype != np.uint8:
-        is_array = isinstance(frame, np.ndarray)
+        got = f"{frame.dtype} {list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
         raise UsageError(
-            f"the env cannot be filmed: its render() gave "
-            f"{f'{frame.dtype} {list(frame.shape)}' if is_array else type(frame).__name__}, expected an array of uint8 "
-            '[height, width, 3], which it gives where it has the render_mode "rgb_array"'
+            f"the env cannot be filmed: its render() gave {got}, expected an array of uint8 [height, width, 3], which "
+            'it gives where it has the render_mode "rgb_array"'
         )
     return frame

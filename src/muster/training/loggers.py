@@ -23,16 +23,8 @@ from rich.markup import escape
 from muster.errors import RunConfigError, UsageError, printable
 from muster.extras import imports_for
 from muster.recipes.named import callable_named
-from muster.training.run_folder import (
-    METRICS,
-    GrowingFile,
-    new_folder,
-    read_columns,
-    read_file,
-    reading,
-    replace_file,
-)
-from muster.training.trust import IN_FOLDER
+from muster.training.plan import IN_FOLDER
+from muster.training.run_folder import METRICS, GrowingFile, new_folder, read_columns, read_file, reading, replace_file
 
 LOGGED = "logged.jsonl"  # a line for each time that a logger has come further
 _OPEN = re.compile(r"wandb-[\d-]+/wandb/offline-run-[\w-]+")  # offline records; no other path that a file may name
@@ -124,8 +116,7 @@ class Loggers:
 
     def _mark(self, name: str, **changed: Any) -> None:
         mark = self._marks[name] = {**self._marks[name], **changed}
-        self._file.add((json.dumps({"logger": name, **mark}) + "\n").encode())
-        self._file.write_out()
+        self._file.append((json.dumps({"logger": name, **mark}) + "\n").encode())
 
     def __enter__(self) -> Loggers:
         return self
@@ -165,7 +156,6 @@ def wandb_run(run: Path, run_id: str, **options: Any) -> Any:
     options["name"] = printable(run.resolve().name)
     options["mode"] = os.environ.get("WANDB_MODE")  # which may have been set after wandb's first start in this process
     with _wandb() as wandb:
-        os.path.abspath(folder).encode()  # wandb takes no other paths than those of UTF-8
         # A run that the user has begun stays the user's.
         settings = wandb.Settings(console="off", silent=True, reinit="create_new")
         if any(os.path.lexists(run / name) for name in (".git", "HEAD")):  # git would run what that configures

@@ -14,7 +14,7 @@ import numpy as np
 
 from muster.errors import UsageError, printable
 from muster.extras import imports_for
-from muster.training.run_folder import METRICS, read_columns, reading, replace_file, write_named
+from muster.training.run_folder import METRICS, read_columns, reading, write_named
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 MUTED, GOAL = "#6b7280", "#059669"
@@ -47,7 +47,7 @@ class Picture:
         color = line.get_color()
         self.axes.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0, label=band)
         self.axes.plot(steps[-1:], values[-1:], "o", color=color, markersize=6, clip_on=False, zorder=5)
-        self.axes.annotate(as_written(f"{values[-1]:,.1f}"), (steps[-1], values[-1]), (9, 0), color=color,
+        self.axes.annotate(f"{values[-1]:,.1f}", (steps[-1], values[-1]), (9, 0), color=color,
                            textcoords="offset points", weight="bold", va="center", annotation_clip=False)  # fmt: skip
 
     def say(self, text: str) -> None:
@@ -69,13 +69,13 @@ class Picture:
         self.finished().savefig(file, format=kind)
         return file.getvalue()
 
-    def save(self, path: Path, write: Callable[[Path, bytes], None] = write_named) -> None:
+    def save(self, path: Path) -> None:
         """Writes the picture, a PNG or what else the suffix names. Raises UsageError for a suffix that is unknown."""
         try:
             content = self.content(path.suffix[1:] or "png")
         except ValueError as error:
             raise UsageError(f"{path} cannot be written as a picture: {error}") from None
-        write(path, content)
+        write_named(path, content)
 
 
 @contextmanager
@@ -87,18 +87,6 @@ def _any_backend() -> Iterator[None]:
     finally:
         if backend is not None:
             os.environ["MPLBACKEND"] = backend
-
-
-def as_written(number: str) -> str:
-    """The number with the minus sign that the axes have."""
-    return number.replace("-", "\N{MINUS SIGN}")
-
-
-def plot_learning_curve(run: Path, plot_path: Path, *, title: str, goal: float | None = None) -> None:
-    """Draws `learning_curve` into a PNG. Raises as that."""
-    # A run's own picture: a pipe in its place has no reader to wait for.
-    picture = learning_curve(run, title=title, goal=goal)
-    picture.save(plot_path, replace_file)
 
 
 def learning_curve(run: Path, *, title: str, goal: float | None = None) -> Picture:
@@ -120,7 +108,7 @@ def learning_curve(run: Path, *, title: str, goal: float | None = None) -> Pictu
                 picture.draw(steps_of, means, means, means, label=f"mean of {name.partition('/')[2]}", band=None)
         picture.axes.set_xlim(0, steps[-1])
         if goal is not None:
-            label = as_written(f"solved: {goal:,g}")
+            label = f"solved: {goal:,g}"
             picture.axes.axhline(goal, color=GOAL, linewidth=1.2, linestyle=(0, (5, 4)), label=label, zorder=1)
     else:
         picture.say("no episode has ended yet")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import os
 import platform
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -18,18 +20,18 @@ from muster.algorithms.ppo_config import POLICIES, MAPPOConfig, PPOConfig
 from muster.arguments import check_options, fields_of, option, option_of
 from muster.errors import ConfigError, RecipeError, RunConfigError, UsageError, printable
 from muster.extras import installed_version
-from muster.recipes.known_envs import installed_alone, not_installed
+from muster.recipes.known_envs import installed_alone, is_of_known_library, not_installed
 from muster.recipes.named import callable_named, env_named, name_of, split_name
 from muster.rollout.episodes import reported
 from muster.rollout.multi_collector import MultiCollector
 from muster.training.events import CHARTS
 from muster.training.presets import preset_named
 from muster.training.run_folder import read_config, require_room
-from muster.training.trust import IN_FOLDER, is_known_id, reaching
 from muster.vector.make import make_vec
 
 CONFIGS: Mapping[str, type[PPOConfig]] = {"PPO": PPOConfig, "MAPPO": MAPPOConfig}
 """The options of each algorithm."""
+IN_FOLDER = ("csv", "tensorboard")  # the loggers that write into the run's folder alone
 KNOWN_LOGGERS = (*IN_FOLDER, "wandb")
 
 
@@ -126,7 +128,8 @@ class CollectorsOptions:
                 raise ConfigError(name, "left out without num_collectors", value)
 
 
-_PARTS = ("make_vec", "collectors", "run")  # of config.json
+# Of config.json.
+PARTS: Mapping[str, type] = {"run": RunOptions, "make_vec": MakeVecOptions, "collectors": CollectorsOptions}
 _OF_BOTH = ("context", "start_timeout", "close_timeout", "on_failure", "max_restarts")
 _INSTEAD = {"step_timeout": ", which have collect_timeout", "threads_per_worker": ", which have threads_per_collector"}
 
@@ -187,10 +190,6 @@ class TrainingPlan:
         return {"env": _as_name(self.env), **around, **own}
 
     @property
-    def has_objects(self) -> bool:
-        return self.policy is not None or not all(isinstance(one, str) for one in (self.env, *self.wrappers))
-
-    @property
     def without_objects(self) -> TrainingPlan:
         """The plan as its run's folder has it."""
         wrappers = tuple(map(_as_name, self.wrappers))
@@ -248,8 +247,8 @@ class TrainingPlan:
         """The plan as config.json holds it."""
         run = {"env": _as_name(self.env), "algorithm": self.algorithm, "preset": self.preset, **asdict(self.config)}
         made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(map(_as_name, self.wrappers))}
-        parts = (dict(self.options), dict(self.collectors), asdict(self.run))
-        return {**run, **made, **dict(zip(_PARTS, parts, strict=True)), "with": _versions()}
+        parts = {"run": asdict(self.run), "make_vec": dict(self.options), "collectors": dict(self.collectors)}
+        return {**run, **made, **parts, "with": _versions()}
 
     @contextmanager
     def trusting(self, run: Path | None, trust: bool, **kept: Collection[str]) -> Iterator[None]:
@@ -276,9 +275,9 @@ class TrainingPlan:
     def reaching(self) -> dict[str, Any]:
         """The values that reach out of the run's folder, by the names of config.json's fields."""
         fields = self.to_dict()
-        for part in _PARTS:
-            fields |= {f"{part}.{name}": value for name, value in fields.pop(part).items()}
-        return reaching(fields)
+        for part in PARTS:
+            fields |= {f"{part}.{name}": value for name, value in fields[part].items()}
+        return {name: fields[name] for name, stays in JUDGED.items() if not stays(fields.get(name))}
 
     def require_trust(self, run: Path, *, unused: Collection[str] = ("collectors", "run")) -> None:
         """Raises ConfigError for what reaches out of the folder ``run`` of the run, but for what the user has given.
@@ -297,15 +296,47 @@ class TrainingPlan:
         if "env" in refused and is_known_id(self.env):
             refused["env"] += f", and no installed package has {not_installed(self.env)}"
         texts = (", ".join(one) if isinstance(one, (list, tuple)) else str(one) for one in refused.values())
-        is_code = {"env", "wrappers", "policy"}.issuperset(refused)
-        what, does = ("code", "run that code") if is_code else ("what lies outside of it", "reach out of the folder")
-        handed = ", or hand the policy over by policy=," if "policy" in refused else ""
+        handed = ", or hand the policy over by policy=," if "policy" in refused else ","
         again = ", ".join(f"{name} by {option_of(options[name])}" for name in refused)
         raise ConfigError(
-            f"{run} names {what}: {', '.join(printable(text)[:200] for text in texts)}. To use it is to {does}. With "
-            f"--resume, name it anew: {again}. If you trust whoever made the folder, say trust=True in Python"
-            f"{handed or ','} or --trust on a command line"
+            f"{run} names code, or what lies outside of it: {', '.join(printable(text)[:200] for text in texts)}. With "
+            f"--resume, name it anew: {again}. If you trust whoever made the folder, say trust=True in Python{handed} "
+            "or --trust on a command line"
         )
+
+
+def is_known_id(env: str) -> bool:
+    """True for an env id of a known library, which may not be installed."""
+    module, name = split_name(env)
+    is_module = all(map(str.isidentifier, module.split("."))) and not module.endswith(".py")
+    # A function is called, with arguments from the folder: that of a known library may do anything.
+    return module == "" or (is_module and is_of_known_library(module) and not name.isidentifier())
+
+
+def are_words(value: Any) -> bool:
+    """True if all that JSON holds there are numbers, flags, None, and words that are no path, address or module."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str) and set(one) & set("/\\:"):
+            return False
+        left += [*one, *one.values()] if isinstance(one, dict) else one if isinstance(one, (list, tuple)) else []
+    return True
+
+
+# The other fields are numbers, flags, words of Muster's own, and the folder that a run was begun from, which resuming
+# does not read.
+JUDGED: Mapping[str, Callable[[Any], bool]] = {
+    "env": lambda env: is_known_id(env) and not not_installed(env),
+    "env_kwargs": are_words,
+    "wrappers": operator.not_,
+    "policy": POLICIES.__contains__,
+    "run.device": lambda device: re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", device) is not None,
+    "run.log": set(IN_FOLDER).issuperset,
+    "collectors.cluster": operator.not_,
+    "collectors.working_dir": operator.not_,
+}
+"""Says for a value of the field if it stays in the folder: reaches no code, files, devices, machines or servers."""
 
 
 def _in_words(value: Any) -> str:
@@ -320,7 +351,7 @@ def plan_of(path: Path) -> TrainingPlan:
     Raises UsageError where there is none, RunConfigError where this version of Muster cannot use it.
     """
     kinds = {"algorithm": str, "env": str, "preset": str, "env_kwargs": dict, "wrappers": list}
-    kinds |= {**dict.fromkeys(_PARTS, dict), "with": dict, "spaces": dict}
+    kinds |= {**dict.fromkeys(PARTS, dict), "with": dict, "spaces": dict}
     # Not all of these are there in older runs.
     config = {**dict.fromkeys(kinds), "collectors": {}, "run": {}, "with": {}, "spaces": {}, **read_config(path)}
     kind = CONFIGS.get(str(config["algorithm"]))
@@ -328,7 +359,7 @@ def plan_of(path: Path) -> TrainingPlan:
     unfit = [one for one in config if one not in names and not isinstance(config[one], kinds.get(one, ()))]
     if not unfit:
         unfit += ["wrappers"] * (not all(isinstance(wrapper, str) for wrapper in config["wrappers"]))
-        for part, known in zip(_PARTS, (MakeVecOptions, CollectorsOptions, RunOptions), strict=True):
+        for part, known in PARTS.items():
             unfit += [f"{part}.{name}" for name in config[part] if name not in fields_of(known)]
     if kind is None or unfit:
         raise RunConfigError(
@@ -340,7 +371,8 @@ def plan_of(path: Path) -> TrainingPlan:
         makers_of({**config["make_vec"], **config["collectors"]})
     except ConfigError as error:
         raise RunConfigError(f"{path / 'config.json'}: {error}") from None
-    require_room(path / "config.json", 400 * options.num_envs)  # of the envs' recipes
+    # Of recipes, and of eight numbers a step.
+    require_room(path / "config.json", 400 * options.num_envs + 32 * options.batch_size)
     made = (config["env_kwargs"], tuple(config["wrappers"]), config["make_vec"])
     return TrainingPlan(config["env"], options, config["preset"], *made, run, config["collectors"])
 
@@ -361,6 +393,5 @@ def _as_name(one: Any) -> str:
 
 
 def _versions() -> dict[str, Any]:
-    versions = {name: installed_version(name) for name in ("muster-rl", "torch", "numpy", "gymnasium")}
-    python, system = platform.python_version(), platform.platform()
-    return {"python": python, "platform": system, **versions, "cores": os.cpu_count()}
+    machine = {"python": platform.python_version(), "platform": platform.platform(), "cores": os.cpu_count()}
+    return machine | {name: installed_version(name) for name in ("muster-rl", "torch", "numpy", "gymnasium")}

@@ -83,13 +83,10 @@ def preset_of(envs: VectorEnv | MultiAgentVectorEnv, name: str) -> Preset:
     return _first_fit(package, [seen[one] for one in envs.groups], [acts[one] for one in envs.groups], agents=True)
 
 
-def _first_fit(
-    package: str, observation_spaces: Sequence[Any], action_spaces: Sequence[Any], *, agents: bool
-) -> Preset:
-    kinds = set(map(_kind_of, observation_spaces))
-    continuous = any(isinstance(space, spaces.Box) for space in action_spaces)
+def _first_fit(package: str, seen: Sequence[Any], acts: Sequence[Any], *, agents: bool) -> Preset:
+    kinds = set(map(_kind_of, seen))
     observations = "mixed" if len(kinds) > 1 else kinds.pop()
-    actions: Actions = "continuous" if continuous else "discrete"
+    actions: Actions = "continuous" if any(isinstance(space, spaces.Box) for space in acts) else "discrete"
     return next(preset for preset in PRESETS if preset.fits(package, observations, actions, agents))
 
 

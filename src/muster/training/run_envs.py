@@ -20,13 +20,9 @@ FOR_SEVERAL = ("num_workers", "caller_steps")  # options that suit a number of e
 
 
 def open_run_envs(
-    plan: TrainingPlan,
-    num_envs: int | None = None,
-    *,
-    env_kwargs: Mapping[str, Any] | None = None,
-    wrappers: Sequence[Callable[[Any], Any]] = (),
-    **options: Any,
-) -> RunEnvs:
+    plan: TrainingPlan, num_envs: int | None = None, *, env_kwargs: Mapping[str, Any] | None = None,
+    wrappers: Sequence[Callable[[Any], Any]] = (), **options: Any,
+) -> RunEnvs:  # fmt: skip
     """The plan's envs, in the plan's own wrappers, and around these the preset's; modules that they need are imported.
 
     num_envs: None for the plan's; of another number the workers are as many as suit it.
@@ -38,7 +34,8 @@ def open_run_envs(
     count = plan.config.num_envs if num_envs is None else num_envs
     left_out = () if count == plan.config.num_envs else FOR_SEVERAL
     made = {name: value for name, value in plan.options.items() if name not in left_out}
-    envs = open_envs(plan.made_from, count, **{**made, **recipe_of(plan, env_kwargs or {}, wrappers), **options})
+    recipe = {"autoreset_mode": "same_step", **recipe_of(plan, env_kwargs or {}, wrappers)}
+    envs: RunEnvs = make_vec(plan.made_from, count, **{**made, **recipe, **options})
     has_agents = isinstance(envs, MultiAgentVectorEnv)
     if has_agents != isinstance(plan.config, MAPPOConfig):
         envs.close()
@@ -62,8 +59,3 @@ def recipe_of(
     recipe = {"env_kwargs": {**by_preset, **plan.env_kwargs, **env_kwargs}}
     sees_state = isinstance(plan.config, MAPPOConfig) and plan.config.critic == "centralised"
     return {**recipe, "wrappers": (*plan.around, *by_family, *wrappers), "state": sees_state}
-
-
-def open_envs(env: Any, num_envs: int, **options: Any) -> RunEnvs:
-    """Envs, of an id or a factory, as training needs them. Options are those of `make_vec`. Raises as that."""
-    return make_vec(env, num_envs, **{"autoreset_mode": "same_step", **options})

@@ -34,9 +34,7 @@ CONFIG, METRICS, PLOT = "config.json", "metrics.csv", "learning_curve.png"
 SUFFIX = ".safetensors"
 CHECKPOINT, BEST = f"checkpoint{SUFFIX}", f"best{SUFFIX}"
 OLD_CHECKPOINT = "checkpoint.pt"  # of Muster before its first release
-LOST_METRICS = "metrics.lost.csv"  # of a run that was begun again
 COPIES = "checkpoints"  # the folder of the checkpoint's copies
-COPY = re.compile(r"\d{12,}\.safetensors")
 _FILES = re.compile(
     r"config\.json|metrics(\.lost)?\.csv|logged\.jsonl|learning_curve\.png|.*\.safetensors|events\.out\.tfevents\..*"
 )
@@ -104,14 +102,12 @@ class RunFolder:
                     options = {name: value for name, value in self._config.items() if not isinstance(value, dict)}
                     self._events = EventLog(self.path, after_step=after, options=options)
                 self._events.add(scalars, step)
-        self._metrics_file.write_out()
         columns = list(dict.fromkeys([*self._columns, *itertools.chain(*self._kept)]))
         if columns == self._columns:
-            self._metrics_file.add(_csv([row.get(name) for name in columns] for row in self._kept))
+            self._metrics_file.append(_csv([row.get(name) for name in columns] for row in self._kept))
         else:
             self._rewrite(columns, [*_read_rows(self.path)[1], *self._kept])
         self._kept = []
-        self._metrics_file.write_out()
         if self._events is not None:
             with naming(self.path):
                 self._events.write_out()
@@ -125,23 +121,23 @@ class RunFolder:
         self._last_step = steps
         return rows[-1] if rows else {}
 
-    def begin_again(self) -> bool:
-        """Drops all rows of metrics.csv, for want of states; returns whether they are kept in metrics.lost.csv.
+    def begin_again(self) -> str:
+        """Drops all rows of metrics.csv, for want of states; returns the name of the file that has them, "" for none.
 
-        They are where they are more than the first: then it had saved states, or found no room for them.
+        They are kept where they are more than the first: then it had saved states, or found no room for them.
         """
-        metrics, lost = read_file(self.metrics_path), self.path / LOST_METRICS
+        metrics, lost = read_file(self.metrics_path), self.path / "metrics.lost.csv"
         if keeps := not _is_early(metrics):
             replace_file(lost, (read_file(lost) if lost.exists() else b"") + metrics)
         self.drop_metrics_after(0)
-        return keeps
+        return lost.name if keeps else ""
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """Replaces metrics.csv by one of these columns and rows, where what a row lacks is an empty field."""
         table: list[list[Any]] = [columns, *([row.get(name) for name in columns] for row in rows)]
         replace_file(self.metrics_path, _csv(table if columns else []))
         self._columns, self._kept = columns, []
-        self._metrics_file.replaced()
+        self._metrics_file = GrowingFile(self.metrics_path)
 
     def save_checkpoint(self, content: bytes, name: str = CHECKPOINT) -> None:
         """Saves what `packed` has made of a state as the file ``name``."""
@@ -247,7 +243,12 @@ def naming(file: Path, *, aside: Path | str | None = None) -> Iterator[None]:
 
 
 def require_local(path: Path) -> None:
-    """Raises ConfigError for an address such as ``s3://bucket/run``, which would become a folder called ``s3:``."""
+    """Raises ConfigError for an address such as ``s3://bucket/run``, which would become a folder called ``s3:``.
+
+    Raises it also for a path that is no UTF-8.
+    """
+    if re.search("[\udc80-\udcff]", str(path.absolute())):
+        raise ConfigError("run_dir", "a folder with a path of UTF-8, as TensorBoard and wandb take no other", str(path))
     scheme, *rest = path.parts or ("",)
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+:", scheme):
         expected = f"a folder of this machine, also a mounted one; when the run has ended, copy it to {scheme}//"
@@ -277,7 +278,7 @@ def states_in(path: Path) -> list[str]:
             f"{path} is a run of an older version of Muster: its {OLD_CHECKPOINT} is a pickle, and states are "
             f"{CHECKPOINT} now. Train it anew, in another folder."
         )
-    return [name for name in (CHECKPOINT, BEST) if os.path.lexists(path / name)] + files_in(path, COPIES, COPY)
+    return [name for name in (CHECKPOINT, BEST) if os.path.lexists(path / name)] + copies_in(path)
 
 
 def require_none(path: Path) -> None:
@@ -351,6 +352,11 @@ def files_in(run: Path, folder: str, names: re.Pattern[str]) -> list[str]:
     return [str(path.relative_to(run)) for path in found]
 
 
+def copies_in(run: Path) -> list[str]:
+    """The names, relative to ``run``, of the copies of checkpoints, in the order of their steps."""
+    return files_in(run, COPIES, re.compile(r"\d{12,}\.safetensors"))
+
+
 def replace_file(path: Path, content: bytes | memoryview) -> None:
     """Writes a file as a whole, synced before it replaces the old one, or a link."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -373,45 +379,29 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_named(path: Path, content: bytes) -> None:
-    """Writes what a user has named: in the place of a file or of a link, but into a pipe, a device or an open fd."""
-    if path.parent.resolve() == Path("/dev") and path.is_symlink():
-        path = path.parent / path.readlink()  # of /dev/stdout, to an fd
-    is_fd = path.parent.resolve() == Path("/dev/fd").resolve() and path.name.isdecimal()
-    if not is_fd and (path.is_symlink() or path.is_file() or not path.exists()):
+    """Writes what a user has named: in the place of a file or of a link, but into a pipe or a device."""
+    if path.absolute().parent == Path("/dev") or not (path.is_symlink() or path.is_file() or not path.exists()):
+        with naming(path), open(path, "wb") as file:
+            file.write(content)
+    else:
         replace_file(path, content)
-        return
-    # An fd as it is: opened anew it would begin at the start, and what is printed later would lie over it.
-    with naming(path), open(int(path.name) if is_fd else path, "wb", closefd=not is_fd) as file:
-        file.write(content)
 
 
 class GrowingFile:
-    """A file of a run that grows by whole pieces: what finds no room is kept for the next `write_out`."""
+    """A file of a run that grows by whole pieces."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        # The bytes in the file, and those to come; one attribute, so that no interrupt comes between the two.
-        self._state = path.stat().st_size, b""
+        self._path, self._size = path, path.stat().st_size
 
-    def replaced(self) -> None:
-        """Goes on behind the file that has the name now."""
-        self._state = self._path.stat().st_size, self._state[1]
-
-    def add(self, piece: bytes) -> None:
-        """Adds a piece to what `write_out` writes."""
-        size, waiting = self._state
-        self._state = size, waiting + piece
-
-    def write_out(self) -> None:
-        """Writes what was added. Raises OSError, which leaves the file as it was."""
-        size, waiting = self._state
+    def append(self, piece: bytes) -> None:
+        """Writes a piece behind the others. Raises OSError, which leaves the file as it was."""
         with naming(self._path), open(self._path, "r+b", buffering=0) as file:
             try:
-                _write_at(file.fileno(), waiting, size)
+                _write_at(file.fileno(), piece, self._size)
             except OSError:
-                file.truncate(size)
+                file.truncate(self._size)
                 raise
-        self._state = size + len(waiting), b""
+        self._size += len(piece)
 
     def sync(self) -> None:
         """Waits until what was written is on the disk. Raises OSError."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
-import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.spaces import flatdim
 
 from muster.algorithms.actor_critic import Network
 from muster.algorithms.encoder import ObservationNormalizer
@@ -48,17 +47,13 @@ def facts_in(run: Path, config: PPOConfig) -> TrainingSpaces:
         raise UsageError(f"{path} says nothing of spaces, as that of no run of this version of Muster.")
     try:
         if isinstance(config, MAPPOConfig):
-            return _facts_of_agents(path, config, kept)
-        _require_room(path, config, kept["observations"], kept["actions"])
-        return TrainingSpaces(from_plain(kept["observations"]), from_plain(kept["actions"]), None)
+            facts = _facts_of_agents(kept)
+        else:
+            facts = TrainingSpaces(from_plain(kept["observations"]), from_plain(kept["actions"]), None)
     except UsageError as error:
         raise RunConfigError(f"{path}: {error}") from None
-
-
-def require_sizes(run: Path, config: PPOConfig) -> None:
-    """Raises RunConfigError where no memory holds the networks and a rollout of a run that is to go on."""
-    require_room(run / "config.json", 32 * config.batch_size)  # eight numbers a step, or more
-    facts_in(run, config)
+    _require_room(path, config, facts)
+    return facts
 
 
 def networks_in(state: Mapping[str, Any], facts: TrainingSpaces, plan: TrainingPlan) -> Network | Networks:
@@ -108,50 +103,27 @@ def _layout(plain: Any) -> Any:
     return {name: _layout(part) for name, part in plain.items() if name not in left_out}
 
 
-def _facts_of_agents(path: Path, config: MAPPOConfig, kept: Mapping[str, Any]) -> TrainingSpaces:
+def _facts_of_agents(kept: Mapping[str, Any]) -> TrainingSpaces:
     groups, seen, acts, state = (kept.get(name) or {} for name in ("groups", "observations", "actions", "state"))
     named = isinstance(groups, dict) and all(isinstance(one, list) and one for one in groups.values()) and groups
     if not named or not all(isinstance(agent, str) for agents in groups.values() for agent in agents):
         raise UsageError("its groups are to be lists of the names of agents")
     if not all(isinstance(of, dict) and of.keys() == groups.keys() for of in (seen, acts)):
         raise UsageError("each of its groups of agents is to have an observation space and an action space")
-    seen_by_all = sum(len(agents) * _width_of(seen[group]) for group, agents in groups.items())
-    for group, agents in groups.items():
-        judged = None if config.critic == "own" else (_width_of(state) if state else seen_by_all) + len(agents)
-        count = 1 if config.shares_params(group) else len(agents)
-        _require_room(path, config, seen[group], acts[group], judged, count)
     observations, actions = ({group: from_plain(space) for group, space in of.items()} for of in (seen, acts))
     return TrainingSpaces(observations, actions, None, groups, from_plain(state) if state else None)
 
 
-def _require_room(
-    path: Path, config: PPOConfig, seen: object, acts: object, judged: int | None = None, count: int = 1
-) -> None:
-    """Raises RunConfigError where no memory holds so many networks for spaces as `to_plain` describes them.
-
-    judged: the numbers that the critic sees; None for those of the observation.
-    """
-    inputs, outputs = _width_of(seen), _width_of(acts)
+def _require_room(path: Path, config: PPOConfig, facts: TrainingSpaces) -> None:
+    """Raises RunConfigError where no memory holds the networks, each of which sees at most what all agents see."""
+    groups = facts.groups or {"": ("",)}
+    seen, acts = (of if facts.groups else {"": of} for of in (facts.observation_space, facts.action_space))
+    inputs = sum(len(agents) * flatdim(seen[group]) for group, agents in groups.items())
+    inputs += 0 if facts.state_space is None else flatdim(facts.state_space)
     memory = config.memory_size if config.policy == "gru" else 0
-    first, hidden = memory or inputs, config.hidden_sizes
-    actor, critic = (first, *hidden, outputs), (judged or first, *hidden, 1)
-    weights = sum(sum(itertools.starmap(operator.mul, itertools.pairwise(widths))) for widths in (actor, critic))
-    weights += 3 * memory * (inputs + memory)
+    widths = (memory or inputs, *config.hidden_sizes, sum(map(flatdim, acts.values())))
+    weights = sum(of * to for of, to in itertools.pairwise(widths)) + 3 * memory * (inputs + memory)
+    shared = [isinstance(config, MAPPOConfig) and config.shares_params(group) for group in groups]
+    count = sum(1 if one else len(agents) for one, agents in zip(shared, groups.values(), strict=True))
     # Layers are objects of 20 KB; and there are the bounds of the spaces.
-    require_room(path, count * (4 * weights + 20_000 * len(actor)) + 40 * (inputs + outputs))
-
-
-def _width_of(plain: object) -> int:
-    """The numbers that a network has for a space as `to_plain` describes it; 0 for what `from_plain` refuses."""
-    match plain:
-        case {"kind": "Box", "shape": [*sizes]} if all(isinstance(size, int) for size in sizes):
-            return math.prod(sizes)
-        case {"kind": "Discrete" | "MultiBinary", "n": int(n)}:
-            return n
-        case {"kind": "MultiBinary", "n": [*sizes]} if all(isinstance(size, int) for size in sizes):
-            return math.prod(sizes)
-        case {"kind": "MultiDiscrete", "nvec": [*choices]} if all(isinstance(n, int) for n in choices):
-            return sum(choices)
-        case {"kind": "Dict" | "Tuple", "spaces": dict(parts)}:
-            return sum(map(_width_of, parts.values()))
-    return 0
+    require_room(path, count * (4 * weights + 20_000 * len(widths)) + 40 * (inputs + widths[-1]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,26 +27,26 @@ from muster.errors import UsageError
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.evaluation import STEPS_PER_EPISODE, evaluate
 from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
+from muster.training.comparison import compare_runs, interquartile_mean, interval
 from muster.training.console import TrainingDisplay, format_return, format_seconds, restarts_unwarned, say_restarts
 from muster.training.evaluations import Evaluations, evaluations_of
 from muster.training.events import charts
 from muster.training.film import film_episode
 from muster.training.loggers import Loggers, lagging, log_film
-from muster.training.picture import drawn, plot_learning_curve
+from muster.training.picture import drawn, learning_curve, read_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import RunEnvs, open_run_envs, recipe_of
 from muster.training.run_folder import (
     BEST,
     CHECKPOINT,
-    LOST_METRICS,
     RunFolder,
     as_word,
     new_folder,
-    read_config,
     reading,
+    require_none,
     states_in,
 )
-from muster.training.run_networks import adopt, plain_of, require_sizes
+from muster.training.run_networks import adopt, facts_in, plain_of
 from muster.training.run_policy import RunPolicy
 from muster.training.stopping import STOPS, StopSignals
 
@@ -80,15 +81,9 @@ def start_algorithm(plan: TrainingPlan) -> Iterator[OnPolicy[Any]]:
 
 
 def train(
-    plan: TrainingPlan,
-    console: Console,
-    *,
-    run_dir: Path | None,
-    resume: bool = False,
-    may_be_done: bool = False,
-    learning_rate: float | None = None,
-    callback: Callback | None = None,
-) -> Ended:
+    plan: TrainingPlan, console: Console, *,
+    run_dir: Path | None, resume: bool = False, may_be_done: bool = False, callback: Callback | None = None,
+) -> Ended:  # fmt: skip
     """Trains to the end, until a signal of `StopSignals`, or until the callback ends it.
 
     The last complete iteration is saved in any case, also where the callback raises. While files cannot be written, the
@@ -96,21 +91,22 @@ def train(
 
     run_dir: the run's folder, None for a new one in ``runs/``.  resume: goes on with the run that is there.
     may_be_done: with ``resume``, a run that has nothing left to do is said, and no UsageError.
-    learning_rate: what a run that goes on starts from, None for the rate that it had reached.
     """
-    if resume and run_dir is not None and (done := _is_done(run_dir, plan, console)):
-        if not may_be_done:
-            raise UsageError(done)
-        console.print(escape(done))
-        return Ended([run_dir], None)
     if resume and run_dir is not None:
-        require_sizes(run_dir, plan.config)
+        if done := _is_done(run_dir, plan, console):
+            if not may_be_done:
+                raise UsageError(done)
+            console.print(escape(done))
+            return Ended([run_dir], None)
+        facts_in(run_dir, plan.config)  # there is memory for its networks
     origin = None if resume else plan.run.init_from
     with start_algorithm(plan) as ppo:
         anew = None if origin is None else adopt(ppo, Path(origin))
         path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
         with evaluations_of(ppo, plan, console) as evaluations, RunFolder(path, resume=resume) as folder:
-            before_s = _load(ppo, folder, console, learning_rate) if resume else 0.0
+            # A rate that the user has given anew; without, the rate that the run had reached.
+            rate = plan.config.learning_rate if "learning_rate" in plan.given else None
+            before_s = _load(ppo, folder, console, rate) if resume else 0.0
             if anew is not None:  # before the config: who resumes does not read the other run
                 Checkpoints(folder, steps=0).save(ppo, now=True)
             config = {**plan.to_dict(), "spaces": plain_of(ppo.facts)}  # so that `load_policy` needs no env
@@ -123,6 +119,48 @@ def train(
                 return Ended([path], _train(ppo, plan, folder, console, evaluations, before_s, loggers, callback))
 
 
+def train_seeds(
+    plan: TrainingPlan, count: int, console: Console, *, run_dir: Path | None, callback: Callback | None = None
+) -> Ended:
+    """Trains ``count`` runs, from the plan's seed on, each in envs and in a folder ``seed<k>`` of its own.
+
+    At the end, also where an error or a signal is the end of all, comparison.png has what there is.
+    run_dir: the folder of these folders, None for a new one in ``runs/``.
+    callback: of each run.
+    Returns as `train`. Raises as that, and UsageError before anything where one of the folders holds a run.
+    """
+    seeds = range(plan.config.seed, plan.config.seed + count)
+    parent = run_dir or new_folder(Path("runs"), f"{plan.name}-seeds")
+    for seed in seeds:
+        require_none(parent / f"seed{seed}")
+    begun: list[Path] = []
+    try:
+        for seed in seeds:
+            begun.append(parent / f"seed{seed}")
+            one = replace(plan, config=replace(plan.config, seed=seed))
+            stopped = train(one, console, run_dir=begun[-1], callback=callback).stopped
+            if stopped is not None:
+                return Ended(begun, stopped)
+    finally:
+        _print_seeds([run for run in begun if (run / CHECKPOINT).exists()], parent, console)
+    return Ended(begun, None)
+
+
+def _print_seeds(found: Sequence[Path], parent: Path, console: Console) -> None:
+    picture = parent / "comparison.png"
+    comparison = drawn(picture, partial(compare_runs, found, picture)) if found else ""
+    curves = [curve for run in found if len(curve := read_curve(run))]
+    if not curves:
+        return
+    last = np.array([curve[-1, 1] for curve in curves])
+    low, high = interval(last)
+    console.print(
+        f"[dim]{'seeds':>15}[/]  [bold]{interquartile_mean(last):,.1f}[/] is the interquartile mean of the last mean "
+        f"returns of {len(last)}, {low:,.1f} to {high:,.1f} its 95 % interval"
+    )
+    console.print(f"[dim]{'comparison':>15}[/]  {escape(comparison)}")
+
+
 def _is_done(run: Path, plan: TrainingPlan, console: Console) -> str:
     """A sentence where the run has made all of its steps; then its loggers have what they lacked. Else empty."""
     with reading(run / CHECKPOINT):
@@ -130,7 +168,7 @@ def _is_done(run: Path, plan: TrainingPlan, console: Console) -> str:
     if steps < total:
         return ""
     if names := lagging(run, plan.run.log, steps):
-        with RunFolder(run, resume=True), Loggers(run, names, console, config=read_config(run)) as loggers:
+        with RunFolder(run, resume=True), Loggers(run, names, console, config=plan.to_dict()) as loggers:
             loggers.send(steps)
     return (
         f"{run} has made {steps:,} of {total:,} steps: there is nothing left to do. To train it longer, say how many "
@@ -223,8 +261,8 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
     A run that was killed before its first checkpoint had reached nothing.
     """
     if not states_in(folder.path):
-        if folder.begin_again():
-            console.print(f"It begins again, as there is no state to go on from. Its rows so far are in {LOST_METRICS}")
+        if lost := folder.begin_again():
+            console.print(f"It begins again, as there is no state to go on from. Its rows so far are in {lost}")
         return 0.0
     with reading(folder.checkpoint_path):
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
@@ -241,15 +279,9 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
 
 
 def _train(
-    ppo: OnPolicy[Any],
-    plan: TrainingPlan,
-    folder: RunFolder,
-    console: Console,
-    evaluations: Evaluations | None,
-    before_s: float,
-    loggers: Loggers,
-    callback: Callback | None,
-) -> signal.Signals | None:
+    ppo: OnPolicy[Any], plan: TrainingPlan, folder: RunFolder, console: Console,
+    evaluations: Evaluations | None, before_s: float, loggers: Loggers, callback: Callback | None,
+) -> signal.Signals | None:  # fmt: skip
     """Trains as `train` does, and returns the signal. before_s: the seconds that the run had taken before."""
     started = time.monotonic() - before_s
     checkpoints = Checkpoints(folder, steps=ppo.steps, every=plan.run.checkpoint_every, keep=plan.run.keep)
@@ -290,14 +322,16 @@ def _train(
                 else:
                     finished = True
         except STOPS as error:
-            stop.said(error, console.print)
+            if not stop.caused(error):
+                raise
+            console.print(f"[yellow]Stopped by {stop.name}.[/]")
         finally:
             seconds = time.monotonic() - started
             # An iteration may end in the moment of the signal: checkpoint and CSV must agree.
             last = [] if ppo.metrics is None else [partial(write, row_of(ppo.metrics))]
             disk.tries(*last, partial(checkpoints.save, ppo, now=True), log)
-            draw = partial(plot_learning_curve, folder.path, folder.plot_path, title=plan.title, goal=_goal_of(ppo))
-            plot = drawn(folder.plot_path, draw)
+            draw = partial(learning_curve, folder.path, title=plan.title, goal=_goal_of(ppo))
+            plot = drawn(folder.plot_path, lambda: draw().save(folder.plot_path))
             if not finished and disk.full is None:
                 console.print(f"What was reached is saved in {escape(str(folder.path))}")
             if ppo.steps < ppo.config.total_steps:
@@ -313,7 +347,8 @@ def _is_false(said: Any) -> bool:
 
 
 def _command_to_go_on(plan: TrainingPlan, run: Path) -> str:
-    if plan.has_objects:  # which are handed over again
+    if not all(isinstance(one, str) for one in (plan.policy or "", plan.env, *plan.wrappers)):
+        # Objects are handed over again.
         return f"muster.train(..., resume={str(run)!r})"
     trust = " --trust" if plan.reaching else ""  # nobody is asked off a terminal
     return f"muster train --resume {as_word(run)}{trust}"
@@ -349,15 +384,9 @@ class Disk:
 
 
 def _print_result(
-    ppo: OnPolicy[Any],
-    folder: RunFolder,
-    console: Console,
-    *,
-    seconds: float,
-    plot: str,
-    best: Evaluation | None,
-    restarts: int,
-) -> None:
+    ppo: OnPolicy[Any], folder: RunFolder, console: Console, *,
+    seconds: float, plot: str, best: Evaluation | None, restarts: int,
+) -> None:  # fmt: skip
     goal = _goal_of(ppo)
     mean_return, ended = ppo.episodes.summary().mean_return, ppo.episodes.ended
     result = f"[bold]{format_return(mean_return)}[/] over the last {min(ended, SOLVED_OVER)} episodes"

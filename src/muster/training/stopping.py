@@ -29,12 +29,6 @@ _DEFAULTS = {
 STOPS = (KeyboardInterrupt, EnvError, WorkerError)
 
 
-def raise_again(stopped: signal.Signals | None) -> None:
-    """Sends a signal that has ended the work to this process again, now that nobody waits for it."""
-    if stopped is not None:
-        signal.raise_signal(stopped)
-
-
 class StopSignals:
     """Receives these signals within a ``with`` block of the main thread; in other threads they do what they always do.
 
@@ -85,13 +79,6 @@ class StopSignals:
         while self.number is None and self._before and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.number is not None
-
-    def said(self, error: BaseException, say: Callable[[str], object]) -> signal.Signals:
-        """The signal that has ended the work, which is said. Raises the error, one of STOPS, where none has."""
-        if not self.caused(error) or self.number is None:
-            raise error
-        say(f"[yellow]Stopped by {self.name}.[/]")
-        return self.number
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import gymnasium as gym
 
 from muster.arguments import fields_of, option
 from muster.errors import ConfigError
@@ -15,6 +19,7 @@ from muster.extras import imports_for, require
 from muster.introspection import type_name
 from muster.recipes.named import absolute_name, leads_nowhere, name_of, refuse_while_importing
 from muster.training.values import NamedEnv, read_run_file, values_in
+from muster.vector.make import make_vec
 
 with imports_for(
     "muster.train needs", "muster-rl[train]", "torch", "tensordict", "safetensors", "rich", "tensorboard", "matplotlib"
@@ -26,21 +31,13 @@ with imports_for(
     from muster.training import runs
     from muster.training.console import run_console
     from muster.training.loggers import require_login
-    from muster.training.plan import (
-        CollectorsOptions,
-        MakeVecOptions,
-        RunOptions,
-        TrainingPlan,
-        makers_of,
-        options_of,
-        plan_of,
-    )
+    from muster.training.picture import learning_curve
+    from muster.training.plan import PARTS, RunOptions, TrainingPlan, makers_of, options_of, plan_of
     from muster.training.presets import preset_of
-    from muster.training.run import Run
-    from muster.training.run_envs import FOR_SEVERAL, open_envs
-    from muster.training.run_folder import require_local
-    from muster.training.seeds import train_seeds
-    from muster.training.stopping import raise_again
+    from muster.training.run_envs import FOR_SEVERAL
+    from muster.training.run_folder import read_columns, require_local
+    from muster.training.run_policy import RunPolicy
+    from muster.training.runs import film_run
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,50 @@ class TrainOptions(NamedEnv):
     trust: bool = option(False, "with --resume: use the code, paths, cluster and loggers that the run's folder names")
 
 
-KINDS = (TrainOptions, RunOptions, MakeVecOptions, CollectorsOptions, PPOConfig, AgentsOptions)
+class Run:
+    """A training run, as `muster.train` returns it.
+
+    path: its folder, which `muster.load_policy`, ``muster eval`` and ``resume=`` take, too.
+    objects: the env, the wrappers and the network that were handed over.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], objects: Mapping[str, Any] | None = None) -> None:
+        self.path = Path(path)
+        self._objects = objects or {}
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The columns of metrics.csv, float64 [R] each, a row for each iteration; nan where there was no value."""
+        return read_columns(self.path)
+
+    @cached_property
+    def policy(self) -> RunPolicy:
+        """The policy that was learnt, as `muster.load_policy` gives it."""
+        return RunPolicy(self.path, trust=True, objects=self._objects)
+
+    def plot(self) -> Any:
+        """The learning curve, as a matplotlib Figure, which notebooks show."""
+        plan = plan_of(self.path)
+        spec = gym.registry.get(plan.env.rpartition(":")[2])
+        goal = None if spec is None else spec.reward_threshold
+        return learning_curve(self.path, title=plan.title, goal=goal).finished()
+
+    def film(self, path: str | os.PathLike[str] | None = None, *, seed: int = 0, max_steps: int | None = None) -> Path:
+        """Films an episode by the likeliest actions, and returns where the film lies.
+
+        path: ends in .mp4; None for film.mp4 in the run's folder.  seed: of the env.
+        max_steps: after which the film ends; None for those of `muster eval`.
+        Raises UsageError where the env renders no frames, and ImportError without PyAV.
+        """
+        to = self.path / "film.mp4" if path is None else Path(path)
+        film_run(self.policy, run_console(), to, seed=seed, max_steps=max_steps)
+        return to
+
+    def __repr__(self) -> str:
+        return f"<run in {str(self.path)!r}>"
+
+
+KINDS = (TrainOptions, *PARTS.values(), PPOConfig, AgentsOptions)
 OPTIONS = {name: kind for kind in KINDS for name in fields_of(kind)}
 OF_FILES = {name: kind for name, kind in OPTIONS.items() if kind is not TrainOptions or name in fields_of(NamedEnv)}
 OF_CALLS = {name: kind for name, kind in OPTIONS.items() if name not in ("config", "resume_or_begin")}
@@ -135,7 +175,8 @@ def train(
     if "seeds" in values and isinstance(own := objects.get("policy"), nn.Module):
         raise ConfigError("policy", "with seeds a function, which makes a network for each run", type_name(own))
     ended = order_of(values, objects).carry_out(callback)
-    raise_again(ended.stopped)
+    if ended.stopped is not None:
+        signal.raise_signal(ended.stopped)
     found = [Run(path, objects) for path in ended.paths]
     return found if "seeds" in values else found[0]
 
@@ -174,23 +215,21 @@ def _several(given: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """A plan, and what to do by it. learning_rate: as for `runs.train`."""
+    """A plan, and what to do by it."""
 
     plan: TrainingPlan
     options: TrainOptions
-    learning_rate: float | None = None
 
     def carry_out(self, callback: runs.Callback | None = None) -> runs.Ended:
         """Trains, and says on stdout how it goes. Raises what envs and the callback raise, and as `runs.train`."""
         plan, options, console = self.plan, self.options, run_console()
         if options.seeds is not None:
-            return train_seeds(plan, options.seeds, console, run_dir=options.run_dir, callback=callback)
+            return runs.train_seeds(plan, options.seeds, console, run_dir=options.run_dir, callback=callback)
         with plan.trusting(options.resume, options.trust, unused=()):
             if options.resume:  # only now, as the folder has named loggers; a new run is refused before its first env
                 require_login(plan.run.log)
-            how: dict[str, Any] = {"resume": options.resume is not None, "may_be_done": options.resume_or_begin}
-            how |= {"run_dir": options.resume or options.run_dir, "learning_rate": self.learning_rate}
-            return runs.train(plan, console, callback=callback, **how)
+            how = {"resume": options.resume is not None, "may_be_done": options.resume_or_begin}
+            return runs.train(plan, console, run_dir=options.resume or options.run_dir, callback=callback, **how)
 
 
 def order_of(values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingOrder:
@@ -213,8 +252,8 @@ def order_of(values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingO
     of_env = (options.env_kwargs, values.get("wrapper", ()))
     plan = replace(TrainingPlan(values["env"], PPOConfig(), "", *of_env, made, run, collectors), **objects)
     alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
-    alone |= {"env_kwargs": dict(options.env_kwargs), "wrappers": plan.around}
-    with open_envs(plan.made_from, 1, **alone) as probe:  # its spaces decide, too
+    alone |= {"env_kwargs": dict(options.env_kwargs), "wrappers": plan.around, "autoreset_mode": "same_step"}
+    with make_vec(plan.made_from, 1, **alone) as probe:  # its spaces decide, too
         preset = preset_of(probe, values["env"])
     if not preset.agents and (of_agents := [name for name in fields_of(AgentsOptions) if name in values]):
         expected = f"left out, as it is for envs with agents, and {options.env} has one agent alone"
@@ -251,5 +290,4 @@ def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping
     changed: dict[str, Any] = {"config": options_of(type(plan.config), {**config, **values})}
     changed |= {"options": made, "collectors": collectors, "given": set(values)}
     changed |= {"run": options_of(RunOptions, {**asdict(plan.run), **values}), "env": values.get("env", plan.env)}
-    rate = values.get("learning_rate")  # without one that is asked for, the rate that the run had reached
-    return TrainingOrder(replace(plan, **{**changed, **objects}), options, rate)
+    return TrainingOrder(replace(plan, **{**changed, **objects}), options)
