@@ -322,9 +322,9 @@ def test_what_builds_no_network_is_refused():
 
 
 def test_wrong_numbers_of_modules_and_a_wrong_axis():
-    with pytest.raises(ConfigError, match="n_agents must be an int of at least 1, got '3'"):
+    with pytest.raises(ConfigError, match="n_agents='3' is not a positive integer"):
         MultiAgentNet(lambda: nn.Linear(2, 2), "3")
-    with pytest.raises(ValueError, match="n_agents=0; expected at least one agent"):
+    with pytest.raises(ValueError, match="n_agents=0 is not a positive integer"):
         MultiAgentNet.from_modules([])
     with pytest.raises(ValueError, match="got 2 modules; expected 3, as many as to_modules returns"):
         MultiAgentNet(lambda: nn.Linear(4, 2), 3).load_modules([nn.Linear(4, 2), nn.Linear(4, 2)])

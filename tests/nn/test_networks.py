@@ -116,7 +116,7 @@ def test_inputs_of_another_shape_are_named(centralised, share_params):
     ("options", "message"),
     [
         ({"num_cells": 8, "depth": None}, "give depth"),
-        ({"num_cells": [8, 8], "depth": 3}, "leave depth out"),
+        ({"num_cells": [8, 8], "depth": 3}, r"num_cells=\[8, 8\] has 2 entries for the 3 layers"),
     ],
 )
 def test_sizes_of_hidden_layers_that_contradict(options, message):

@@ -65,7 +65,8 @@ class _FunctionalCall:
         self._owners = tensor_owners(module)
         self._ties = ties(module)
         self._slots = _slots_of(module, params)
-        self._in_tensordicts = _names_inside_tensordicts(module)
+        inside = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, TensorDictBase))
+        self._in_tensordicts = frozenset(name for name in self._known if name.startswith(inside))
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         tensors = params if isinstance(params, dict) else dict(params)
@@ -103,7 +104,7 @@ class _FunctionalCall:
 # here the TensorDict itself is replaced for the call.
 
 
-class _Slot(NamedTuple):
+class _Held(NamedTuple):
     """An attribute that holds a TensorDict.  names: the module's name of the tensor at each of its keys."""
 
     owner: nn.Module
@@ -112,7 +113,7 @@ class _Slot(NamedTuple):
     names: dict[Any, str]
 
 
-def _slots_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Slot]:
+def _slots_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Held]:
     """The attributes inside ``module`` with a TensorDict that holds some of ``tensors``."""
     name_of = {id(tensor): name for name, tensor in tensors.items()}
     slots = []
@@ -123,12 +124,12 @@ def _slots_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Slot]:
             if isinstance(held, TensorDictBase):
                 names = {key: name_of[id(leaf)] for key, leaf in held.items(True, True) if id(leaf) in name_of}
                 if names:
-                    slots.append(_Slot(owner, attribute, held, names))
+                    slots.append(_Held(owner, attribute, held, names))
     return slots
 
 
 @contextmanager
-def _replaced_tensordicts(slots: Sequence[_Slot], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def _replaced_tensordicts(slots: Sequence[_Held], tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Replaces each slot's TensorDict by one with ``tensors``, until the context ends."""
     before = [dict(vars(slot.owner)) for slot in slots]
     try:
@@ -148,12 +149,9 @@ def _replaced_tensordicts(slots: Sequence[_Slot], tensors: Mapping[str, Tensor])
 
 
 def call_with(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor],
-    tied: Mapping[str, Sequence[str]],
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None = None,
-) -> tuple[Any, dict[str, Tensor]]:
+    module: nn.Module, tensors: Mapping[str, Tensor], tied: Mapping[str, Sequence[str]],
+    args: Sequence[Any], kwargs: dict[str, Any] | None = None,
+) -> tuple[Any, dict[str, Tensor]]:  # fmt: skip
     """Returns ``module(*args, **kwargs)`` with ``tensors`` as its own, and by name the buffers that it replaced.
 
     tied: what ``ties(module)`` returns. Raises UsageError where ``tensors`` has different ones for one tied tensor.
@@ -251,11 +249,6 @@ def sole_use(module: nn.Module, owners: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for key in taken:
             del _holders[key]
-
-
-def _names_inside_tensordicts(module: nn.Module) -> frozenset[str]:
-    prefixes = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, TensorDictBase))
-    return frozenset(name for name, _ in all_names(module) if name.startswith(prefixes))
 
 
 def _unknown_names(module: nn.Module, tensors: Mapping[str, Tensor], known: frozenset[str]) -> str:

@@ -31,11 +31,6 @@ class LazyInputs:
     per_unit: int
     handle: RemovableHandle | None = None
 
-    def size_of(self, inputs: tuple[Tensor, ...]) -> int:
-        """One agent's input size. Several inputs are joined along the last axis."""
-        sizes = [x.shape[self.axis] for x in inputs]
-        return sum(sizes) if self.axis == -1 else sizes[0]
-
     def size_in(self, state: Mapping[str, Any], prefix: str) -> int | None:
         """The input size that the weights in ``state`` are for; None where they are not there."""
         weight = state.get(f"{prefix}{self.tensor}")
@@ -92,7 +87,9 @@ def take_size_from_input(net: Net, make: Callable[[int], Net], axis: int) -> Non
 
 
 def _complete(net: Net, inputs: tuple[Tensor, ...]) -> None:
-    net.lazy_inputs.complete(net, net.lazy_inputs.size_of(inputs))
+    sizes = [x.shape[net.lazy_inputs.axis] for x in inputs]
+    # Several inputs are joined along the last axis.
+    net.lazy_inputs.complete(net, sum(sizes) if net.lazy_inputs.axis == -1 else sizes[0])
 
 
 def _tensors(part: nn.Module) -> dict[str, Tensor | None]:

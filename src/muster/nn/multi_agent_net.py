@@ -81,10 +81,8 @@ class MultiAgentNet(nn.Module):
                 "such as lambda: nn.Linear(4, 2). MultiAgentNet.from_modules takes networks that exist; for one that "
                 "all agents share give lambda: net and share_params=True"
             )
-        if as_whole(n_agents) is None:
-            raise ConfigError(f"n_agents must be an int of at least 1, got {n_agents!r}")
-        if n_agents < 1:
-            raise ConfigError(f"n_agents={n_agents}; expected at least one agent")
+        if (as_whole(n_agents) or 0) < 1:
+            raise ConfigError(f"n_agents={n_agents!r} is not a positive integer")
         if agent_dim > -2:
             raise ConfigError(f"agent_dim={agent_dim} is not the axis of the agents counted from the end: -2 or less")
         self.n_agents, self.agent_dim = int(n_agents), agent_dim

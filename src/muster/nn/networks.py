@@ -218,13 +218,7 @@ def _require_sizes(**sizes: int | None) -> None:
 def _hidden_sizes(depth: int | None, num_cells: int | Sequence[int] | None) -> list[int]:
     if num_cells is None:
         return [32] * (depth or 0)
-    if isinstance(num_cells, int):
-        if depth is None:
-            raise ConfigError(f"num_cells={num_cells} is one size for all hidden layers; give depth, their number, too")
-        return [num_cells] * depth
-    if depth is not None and depth != len(num_cells):
-        raise ConfigError(f"depth={depth}, but num_cells={list(num_cells)} is for {len(num_cells)}; leave depth out")
-    return list(num_cells)
+    return _per_layer("num_cells", num_cells, _depth_of(depth, num_cells))
 
 
 def _depth_of(depth: int | None, *options: int | Sequence[Any]) -> int:

@@ -22,19 +22,10 @@ Kind = tuple[LayerClass | None, Options]
 
 
 def mlp(
-    n_inputs: int,
-    n_outputs: int | Sequence[int],
-    hidden: Sequence[int],
-    *,
-    layer: Kind,
-    norm: Kind,
-    activation: Kind,
-    dropout: float | None,
-    bias_last_layer: bool,
-    single_bias_last_layer: bool,
-    activate_last_layer: bool,
-    device: torch.device | str | None,
-) -> nn.Sequential:
+    n_inputs: int, n_outputs: int | Sequence[int], hidden: Sequence[int], *,
+    layer: Kind, norm: Kind, activation: Kind, dropout: float | None, bias_last_layer: bool,
+    single_bias_last_layer: bool, activate_last_layer: bool, device: torch.device | str | None,
+) -> nn.Sequential:  # fmt: skip
     """Linear layers, after each but the last dropout, norm and activation; [B, n_inputs] to [B, *n_outputs]."""
     depth = len(hidden)
     n_flat = math.prod(n_outputs) if isinstance(n_outputs, Sequence) else n_outputs
@@ -58,15 +49,9 @@ def mlp(
 
 
 def conv_net(
-    n_channels: int,
-    convolutions: Sequence[tuple[int, Size, Size, Size]],
-    *,
-    activation: Kind,
-    norm: Kind,
-    aggregator: Kind,
-    squeeze_output: bool,
-    device: torch.device | str | None,
-) -> nn.Sequential:
+    n_channels: int, convolutions: Sequence[tuple[int, Size, Size, Size]], *,
+    activation: Kind, norm: Kind, aggregator: Kind, squeeze_output: bool, device: torch.device | str | None,
+) -> nn.Sequential:  # fmt: skip
     """Convolutions, after each activation and norm, then the aggregator; [B, n_channels, H, W] to [B, ...].
 
     convolutions: the output channels, kernel size, stride and padding of each.
@@ -132,9 +117,6 @@ def _makers(name: str, kind: Kind, count: int, device: torch.device | str | None
 
 
 def _made(kind: LayerClass, device: torch.device | str | None, *args: Any, **options: Any) -> nn.Module:
-    if "device" in inspect.signature(kind).parameters:
-        made = kind(*args, device=device, **options)
-    else:
-        made = kind(*args, **options)
-        made = made.to(device) if isinstance(made, nn.Module) and device is not None else made
-    return made if isinstance(made, nn.Module) else Calling(made)
+    takes_it = "device" in inspect.signature(kind).parameters
+    made = kind(*args, **options, **({"device": device} if takes_it else {}))
+    return made.to(device) if isinstance(made, nn.Module) else Calling(made)

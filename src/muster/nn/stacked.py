@@ -50,9 +50,20 @@ class StackedLayer(nn.Module, Generic[L]):
         """Output of one agent's layer: weight and bias are that agent's slices, and ``x`` its input."""
         raise NotImplementedError
 
+    def plain(self) -> L:
+        """One agent's layer, without values: on "meta" nothing is drawn from the global generator."""
+        raise NotImplementedError
+
     def split(self) -> list[L]:
         """A plain layer for each agent, with copies of its weights."""
-        raise NotImplementedError
+        layers = [self.plain() for _ in range(self.n_agents)]
+        for layer, (weight, bias) in zip(layers, self.slices(), strict=True):
+            own = weight.t() if isinstance(layer, nn.Linear) else weight
+            own = own.detach().clone(memory_format=torch.contiguous_format)
+            layer.weight = nn.Parameter(own, self.weight.requires_grad)
+            if bias is not None and self.bias is not None:
+                layer.bias = nn.Parameter(bias.detach().clone(), self.bias.requires_grad)
+        return layers
 
 
 class StackedLinear(StackedLayer[nn.Linear]):
@@ -70,15 +81,9 @@ class StackedLinear(StackedLayer[nn.Linear]):
     def apply_one(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight.t(), bias)
 
-    def split(self) -> list[nn.Linear]:
-        layers = []
-        for weight, bias in self.slices():
-            # On "meta" nothing is drawn from the global generator; the parameters are replaced at once.
-            n_in, n_out = weight.shape
-            layer = nn.Linear(n_in, n_out, bias=bias is not None, device="meta")
-            _set_parameters(layer, weight.t(), bias, like=self)
-            layers.append(layer)
-        return layers
+    def plain(self) -> nn.Linear:
+        _, n_in, n_out = self.weight.shape
+        return nn.Linear(n_in, n_out, bias=self.bias is not None, device="meta")
 
     def extra_repr(self) -> str:
         n_agents, n_in, n_out = self.weight.shape
@@ -102,14 +107,9 @@ class StackedConv2d(StackedLayer[nn.Conv2d]):
     def apply_one(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(x, weight, bias, **self.options)
 
-    def split(self) -> list[nn.Conv2d]:
-        layers = []
-        for weight, bias in self.slices():
-            n_out, n_in, height, width = weight.shape
-            layer = nn.Conv2d(n_in, n_out, (height, width), **self.options, bias=bias is not None, device="meta")
-            _set_parameters(layer, weight, bias, like=self)
-            layers.append(layer)
-        return layers
+    def plain(self) -> nn.Conv2d:
+        _, n_out, n_in, height, width = self.weight.shape
+        return nn.Conv2d(n_in, n_out, (height, width), **self.options, bias=self.bias is not None, device="meta")
 
     def extra_repr(self) -> str:
         n_agents, n_out, n_in, *kernel = self.weight.shape
@@ -239,12 +239,6 @@ def _split_layer(layer: nn.Module, n_agents: int) -> list[nn.Module]:
     if isinstance(layer, StackedLayer):
         return list(layer.split())
     return [nn.Flatten() if isinstance(layer, StackedFlatten) else deepcopy(layer) for _ in range(n_agents)]
-
-
-def _set_parameters(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor | None, like: StackedLayer[L]) -> None:
-    layer.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format), like.weight.requires_grad)
-    if bias is not None and like.bias is not None:
-        layer.bias = nn.Parameter(bias.detach().clone(), like.bias.requires_grad)
 
 
 def channels_last(x: Tensor) -> Tensor:
