@@ -67,7 +67,11 @@ class PlainModules:
         self._batch_size = batch_size
         self._wrappers = [policy, *(parts or ())]
         self._calls = [
-            (_callee(part), [as_key(key) for key in part.in_keys], [as_key(key) for key in part.out_keys])
+            (
+                part if isinstance(part, ProbabilisticTensorDictModule) else part.module,
+                [as_key(key) for key in part.in_keys],
+                [as_key(key) for key in part.out_keys],
+            )
             for part in parts or ()
         ]
         self._draws = any(isinstance(module, ProbabilisticTensorDictModule) for module, *_ in self._calls)
@@ -75,7 +79,8 @@ class PlainModules:
         self._modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
         self._identity = [*map(id, self._wrappers), *((id(module), *keys) for module, *keys in self._calls)]
         if not self.able:
-            self._identity += [(id(module), _keys_of(module)) for module in self._modules]
+            named = ("in_keys", "out_keys")
+            self._identity += [(id(one), *(repr(getattr(one, keys, ())) for keys in named)) for one in self._modules]
 
     def is_like(self, other: PlainModules) -> bool:
         """True if `other` has the very same modules with the same keys."""
@@ -176,15 +181,6 @@ def _is_plain_draw(module: Any) -> bool:
         and hasattr(module, "_dist_sample")
         and "_" not in module.dist_sample_keys
     )
-
-
-def _callee(part: Any) -> Any:
-    return part if isinstance(part, ProbabilisticTensorDictModule) else part.module
-
-
-def _keys_of(module: nn.Module) -> str:
-    """The TensorDict keys that a module reads and writes, as far as it names them."""
-    return repr((getattr(module, "in_keys", ()), getattr(module, "out_keys", ())))
 
 
 def _picked(outputs: Any, out_keys: list[Key]) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ _STATS_S = 2.0
 
 
 class NodeHooks(PlaceHooks, FarHooks):
-    """The hooks of nodes. versions: of the weights that each was sent last.
+    """The hooks of nodes.
 
     A node that is lost is masked until another is in its place, and nobody waits for that.
     """
@@ -54,7 +54,6 @@ class NodeHooks(PlaceHooks, FarHooks):
         self._budget = Budget(plan.limits.restarts or 0, nouns)
         self._machines: list[tuple[str, str]] = [("a machine", "")] * len(plans)
         self._reasons, self._stats = [""] * len(plans), [dict[str, Any]() for _ in plans]
-        self.versions = [0] * len(plans)
         self._has_started = False
 
     def launches(self, seeds: Sequence[int | None]) -> None:
@@ -77,9 +76,8 @@ class NodeHooks(PlaceHooks, FarHooks):
                 UserWarning,
                 stacklevel=caller_stacklevel(),
             )
-        each = ", ".join(
-            f"{len(own)} on {host}" for own, (host, _) in zip(self.collectors, self._machines, strict=True)
-        )
+        machines = zip(self.collectors, self._machines, strict=True)
+        each = ", ".join(f"{len(own)} on {host}" for own, (host, _) in machines)
         count = f"{len(self.plans)} node{'s' * (len(self.plans) > 1)}"
         say(f"{len(self.seeds)} collectors on {count} of {self._engine.name}: {each}")
 
@@ -156,25 +154,21 @@ class NodeHooks(PlaceHooks, FarHooks):
 
 def on_nodes(plan: PoolPlan, engine: Engine, kept: Kept) -> ReplicaPool:
     """Replicas on nodes, which `engine` starts. kept: see `PlaceHooks`."""
+    count, shared, plans = len(plan.plans), Shared(), list[Plan]()
     try:
-        return _on_nodes(plan, engine, kept)
+        sites = engine.places(count)
+        collectors = shares(count, sites)
+        for index, (site, own) in enumerate(zip(sites, collectors, strict=True)):
+            envs = range(plan.plans[own.start].envs.start, plan.plans[own.stop - 1].envs.stop)
+            device = site.wish.policy_device if isinstance(site.wish, Node) else None
+            of_node = NodePlan.of(plan.of(own, index, device), shared)
+            plans.append(Plan(of_node, WorkerInfo(None, index, len(envs), count, seed=None), envs, len(own)))
+        nouns = Nouns("node", pool="the collectors are", envs=tuple(one.envs for one in plans))
+        hooks = NodeHooks(plan, plans, collectors, nouns, engine, kept)
+        greeting = Greeting([os.path.abspath(folder) for folder in sys.path], tree())
+        resident = "muster.rollout.cluster.node_resident:NodeResident"
+        pool = FarPool(engine, resident, plans, hooks, plan.limits, nouns, greeting)
+        return ReplicaPool(plan, pool, Parcels(plan, pool, hooks), hooks)
     except BaseException:  # nobody else closes it yet
         engine.close()
         raise
-
-
-def _on_nodes(plan: PoolPlan, engine: Engine, kept: Kept) -> ReplicaPool:
-    count, shared, plans = len(plan.plans), Shared(), list[Plan]()
-    sites = engine.places(count)
-    collectors = shares(count, sites)
-    for index, (site, own) in enumerate(zip(sites, collectors, strict=True)):
-        envs = range(plan.plans[own.start].envs.start, plan.plans[own.stop - 1].envs.stop)
-        device = site.wish.policy_device if isinstance(site.wish, Node) else None
-        of_node = NodePlan.of(plan.of(own, index, device), shared)
-        plans.append(Plan(of_node, WorkerInfo(None, index, len(envs), count, seed=None), envs, len(own)))
-    nouns = Nouns("node", pool="the collectors are", envs=tuple(one.envs for one in plans))
-    hooks = NodeHooks(plan, plans, collectors, nouns, engine, kept)
-    greeting = Greeting([os.path.abspath(folder) for folder in sys.path], tree())
-    resident = "muster.rollout.cluster.node_resident:NodeResident"
-    pool = FarPool(engine, resident, plans, hooks, plan.limits, nouns, greeting)
-    return ReplicaPool(plan, pool, Parcels(plan, pool, hooks), hooks)

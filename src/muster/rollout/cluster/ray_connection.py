@@ -235,8 +235,8 @@ def _raylet_here(ray: Any) -> int:
 
 
 def _connect(address: str | None, runtime_env: RuntimeEnv) -> Connection:
-    if _is_initialised():
-        return _initialised(address)
+    if (there := sys.modules.get("ray")) is not None and there.is_initialized():
+        return _initialised(there, address)
     if address == "local":
         return _start(runtime_env)
     if address is None or address == "auto":
@@ -260,16 +260,8 @@ def _connect(address: str | None, runtime_env: RuntimeEnv) -> Connection:
         return Connection(ray, _address_here(ray), runtime_env=runtime_env)
 
 
-def _is_initialised() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized()
-
-
-def _initialised(address: str | None) -> Connection:
-    import ray
-
-    client: Any = ray.util.client.ray
-    if client.is_connected():
+def _initialised(ray: Any, address: str | None) -> Connection:
+    if ray.util.client.ray.is_connected():
         raise ConfigError(_proxied("the address that this process has given to ray.init"))
     found = _address_here(ray)
     _require_same(found, address)

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from muster._core import CACHE_LINE, is_shared, map_fd
-from muster._core import own as own_mapping
 from muster.rollout.fields import Array, Field
 from muster.rollout.storage import Storage
 from muster.transport.big_arrays import memfd
@@ -71,7 +70,7 @@ class BatchLayout:
 class BatchMemory:
     """One file in memory, cut into blocks. A block is used again, at its size, once nothing refers to its arrays.
 
-    `own` makes a block that replicas are done with the caller's: a child that is forked then has a copy.
+    `_core.own` makes a block that replicas are done with the caller's: a child that is forked then has a copy.
     """
 
     def __init__(self) -> None:
@@ -92,11 +91,6 @@ class BatchMemory:
         # The mapping ends with the last tensor of a batch.
         weakref.finalize(block, _free, block.base, free, offset).atexit = False
         return offset, block
-
-
-def own(block: Block) -> None:
-    """Makes a block, which replicas are done with, the caller's."""
-    own_mapping(block.base)
 
 
 def _free(mapping: object, free: list[int], offset: int) -> None:

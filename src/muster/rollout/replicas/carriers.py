@@ -5,16 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from muster._core import own
 from muster.pool.engine import Ticket
 from muster.pool.far_pool import FarPool
 from muster.pool.messages import Message
 from muster.rollout.fields import Array
-from muster.rollout.replicas.batch_memory import BatchLayout, BatchMemory, Block, own, stop_flag
-from muster.rollout.replicas.hooks import ReplicaHooks
+from muster.rollout.replicas.batch_memory import BatchLayout, BatchMemory, Block, stop_flag
+from muster.rollout.replicas.hooks import PlaceHooks, ReplicaHooks
 from muster.rollout.replicas.plans import PoolPlan, ReplicaFields
 from muster.rollout.replicas.replica import Collect, Collected
 from muster.rollout.replicas.shared_weights import SharedWeights
@@ -50,10 +51,6 @@ class Carrier(ABC):
 
         None: a lost place has no batch of its own.
         """
-
-    @abstractmethod
-    def part(self, place: int) -> slice:
-        """The envs of a place in a batch of all."""
 
     @abstractmethod
     def fill(self, place: int, answer: Any, storage: Storage, part: slice) -> Any:
@@ -97,9 +94,6 @@ class Blocks(Carrier):
         first_env = 0 if self._sync else self._plans[place].envs.start
         return self._layouts[place].storage(self._blocks[place]), first_env
 
-    def part(self, place: int) -> slice:
-        return slice(*self._plans[place].content.part)
-
     def fill(self, place: int, answer: Collected, storage: Storage, part: slice) -> int:
         hooks = self._hooks
         hooks.counts[place], hooks.waiting[place] = answer.counts, answer.waiting
@@ -115,7 +109,7 @@ class Blocks(Carrier):
     def finish(self, places: Sequence[int]) -> None:
         for block in {id(block): block for block in (self._blocks.pop(place, None) for place in places)}.values():
             if block is not None:
-                own(block)
+                own(block.base)  # the caller's from now on, which a forked child has a copy of
 
     def stop(self, places: Sequence[int]) -> None:
         for block in [*self._blocks.values()]:  # a copy: another thread may close
@@ -169,16 +163,6 @@ class NodeBatch(Message):
     notes: Sequence[str]
 
 
-class NodeFigures(Protocol):
-    """The figures of nodes that parcels read and change, by place, see `NodeHooks`."""
-
-    frames: list[int]
-    versions: list[int]
-    notes: list[str]
-
-    def lost(self, place: int, reason: str) -> Exception: ...
-
-
 class Parcels(Carrier):
     """Batches from nodes, with columns that are copied once.
 
@@ -188,7 +172,7 @@ class Parcels(Carrier):
 
     gives_up = GiveUp()
 
-    def __init__(self, plan: PoolPlan, pool: FarPool, hooks: NodeFigures) -> None:
+    def __init__(self, plan: PoolPlan, pool: FarPool, hooks: PlaceHooks) -> None:
         super().__init__(plan)
         self._pool, self._hooks = pool, hooks
         self._number = self._ordered = 0  # of the batch, and of its weights
@@ -219,10 +203,6 @@ class Parcels(Carrier):
             return None
         return layout.storage(np.empty(layout.block_bytes, np.uint8)), first_env
 
-    def part(self, place: int) -> slice:
-        envs = self._pool.plans[place].envs
-        return slice(envs.start, envs.stop)
-
     def fill(self, place: int, answer: NodeBatch, storage: Storage, part: slice) -> Array:
         ours, theirs = ([(one.dtype, one.shape[1:]) for one in of] for of in (storage.columns(), answer.columns))
         versions = np.array(answer.versions)  # not the message's memory
@@ -233,8 +213,10 @@ class Parcels(Carrier):
             if self._sync and (storage.mask[:, part].any(axis=0) & (versions != self._ordered)).any():
                 wrong = f"it acted with weights {versions.tolist()}, ordered were {self._ordered}"
         if wrong:
+            error = self._hooks.lost(place, wrong)
+            assert error is not None
             with self._pool.whole():
-                raise self._hooks.lost(place, wrong)
+                raise error
         self._hooks.frames[place] += storage.T * len(range(*part.indices(storage.N)))
         self._hooks.notes += answer.notes
         return versions

@@ -34,20 +34,15 @@ class ReplicaFailed(Exception):
 
     def error(self) -> BaseException:
         """The user's error."""
-        error = self._made()
+        failed, error = self._failed, self._failed.original()
+        if error is None or not self._is_final:
+            if not isinstance(error, MusterError):
+                about = f"\n{failed.about}" if failed.about else ""
+                raised, error = error, CollectorError(self._name, f"{failed.type_name}: {failed.message}{about}")
+                error.__cause__ = raised
+            error.add_note(f"In the collector's process:\n{failed.traceback.rstrip()}")
         for note in getattr(self, "__notes__", ()):
             error.add_note(note)
-        return error
-
-    def _made(self) -> BaseException:
-        failed, error = self._failed, self._failed.original()
-        if self._is_final and error is not None:
-            return error
-        if not isinstance(error, MusterError):
-            about = f"\n{failed.about}" if failed.about else ""
-            raised, error = error, CollectorError(self._name, f"{failed.type_name}: {failed.message}{about}")
-            error.__cause__ = raised
-        error.add_note(f"In the collector's process:\n{failed.traceback.rstrip()}")
         return error
 
 
@@ -63,7 +58,7 @@ class PlaceHooks(Hooks):
     restarts: true if another comes for a replica that has raised, at once.
     reasons: by place, the sentence about the loss of the one before, until a batch says it.
     seeds: for the next collectors.  frames: collected so far, by place.  replaced: how often, by place.
-    notes: for the user, with the next batch.
+    notes: for the user, with the next batch.  versions: of the weights that nodes were sent last.
     """
 
     restarts = False
@@ -72,7 +67,7 @@ class PlaceHooks(Hooks):
         self.plans, self.collectors, self.nouns, self.kept = plans, collectors, nouns, kept
         self.reasons: dict[int, str] = {}
         self.seeds: list[int | None] = [None] * collectors[-1].stop
-        self.frames, self.replaced = [0] * len(plans), [0] * len(plans)
+        self.frames, self.replaced, self.versions = [0] * len(plans), [0] * len(plans), [0] * len(plans)
         self.notes: list[str] = []
 
     def begin(self, place: int) -> Message:
@@ -143,9 +138,8 @@ class ReplicaHooks(PlaceHooks):
         self._counts_before[place] += self.counts[place]
         self._counts_before[place, COUNTS.index("restarts")] += len(self.plans[place].envs)
         self.counts[place] = 0
-        name = self.nouns.name(place)
-        said = f"{name} was replaced, and its part of this batch is masked. The reason: {reason}"
-        self.reasons[place] = said
+        said = "was replaced, and its part of this batch is masked. The reason"
+        self.reasons[place] = f"{self.nouns.name(place)} {said}: {reason}"
         self.replaced[place] += 1
         seed = seed_after(self.seeds[place], self.replaced[place])
         self.plans[place].seed(seed)
@@ -161,13 +155,8 @@ class ReplicaHooks(PlaceHooks):
         env_steps, _, restarts = counts.sum(axis=0).tolist()
         processes = pool.processes()
         workers = [
-            {
-                "collecting": 1.0 - waiting,
-                "waiting": waiting,
-                **figures(pid, start),
-                **dict(zip(COUNTS, of_envs, strict=True)),
-            }
-            for (pid, start), waiting, of_envs in zip(processes, self.waiting, counts.tolist(), strict=True)
+            {"collecting": 1.0 - waiting, "waiting": waiting} | figures(*process) | dict(zip(COUNTS, own, strict=True))
+            for process, waiting, own in zip(processes, self.waiting, counts.tolist(), strict=True)
         ]
         running = sum(pid is not None for pid, _ in processes)
         return {"env_steps": env_steps, "restarts": restarts, "processes": running, "workers": workers}

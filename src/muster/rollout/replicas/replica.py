@@ -194,10 +194,8 @@ class Replica(RecipeResident):
         def fail(i: int, error: BaseException) -> Failure:
             return Failure.of(error, recipes[i].env_index, worker, None, dumps, worker_noun="collector")
 
-        return [
-            one.portable(dumps) if isinstance(one, Failure) else one
-            for one in sent(answers, dumps, recipes[0].call, fail)
-        ]
+        answers = sent(answers, dumps, recipes[0].call, fail)
+        return [one.portable(dumps) if isinstance(one, Failure) else one for one in answers]
 
     def _fields(self) -> ReplicaFields:
         collector = self._started()
@@ -211,7 +209,12 @@ class Replica(RecipeResident):
         if order.afresh:
             collector.reset()
         collector.frames = order.frames
-        self._take_weights()
+        named = named_weights(self._policy)
+        if self._weights is None:
+            self._weights = SharedWeights(named, self._here.files["weights"])
+        self._version, beside = self._weights.read_into(named, self._version)
+        if beside:
+            apply_changes(self._policy, beside)
         block = map_fd(fd=self._here.files["batches"], size=self._layout.block_bytes, offset=order.offset)
         storage = self._layout.storage(block, slice(*self._plan.part))
         storage.clear_flags()
@@ -220,13 +223,6 @@ class Replica(RecipeResident):
         lost, self._lost = ", ".join(self._lost), []
         ends = storage.finals, storage.losses, storage.infos
         return Collected(self._version, self._envs.counts(), waiting, *ends, lost)
-
-    def _take_weights(self) -> None:
-        if self._weights is None:
-            self._weights = SharedWeights(named_weights(self._policy), self._here.files["weights"])
-        self._version, beside = self._weights.read_into(named_weights(self._policy), self._version)
-        if beside:
-            apply_changes(self._policy, beside)
 
     def _started(self) -> Collector:
         assert self._collector is not None

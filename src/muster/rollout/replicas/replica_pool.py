@@ -156,6 +156,11 @@ class ReplicaPool:
     def _envs(self, place: int) -> range:
         return self._hooks.plans[place].envs
 
+    def _part(self, place: int) -> slice:
+        """The envs of a place in a batch of all."""
+        envs, first = self._envs(place), self._envs(0).start
+        return slice(envs.start - first, envs.stop - first)
+
     def _require(self, places: Sequence[int]) -> None:
         """Raises for the first of these places that is out of reach."""
         there = self._pool.reachable
@@ -242,7 +247,7 @@ class ReplicaPool:
         versions, missing, done, is_stopped = np.zeros(storage.N, np.int64), {*self._places}, 0, False
         while self._batches.owing or self._batches.answers:
             for k, answer in self._receive(max(1, ceil((self._plan.threshold - done) / self._most))):
-                part = self._carrier.part(k)
+                part = self._part(k)
                 versions[part] = self._carrier.fill(k, answer, storage, part)
                 missing.discard(k)
                 done += len(self._hooks.collectors[k])
@@ -250,7 +255,7 @@ class ReplicaPool:
                 self.stop()
                 is_stopped = True
         for k in missing:
-            storage.blank(self._carrier.part(k))
+            storage.blank(self._part(k))
             self._hooks.note_loss(k)
         if not self._pool.reachable:
             self._require(self._places)

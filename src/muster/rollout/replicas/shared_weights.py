@@ -80,7 +80,18 @@ class SharedWeights:
         Raises SpecMismatch where weights differ in kind.
         """
         require_fitting(weights, self._tensors)
-        return self._locked(fcntl.LOCK_EX, self._write, weights, beside, copies, make)
+
+        def act() -> int:
+            version, place, length = self._head.tolist()
+            # Not where the last one lies: that holds until the copy.
+            free = self._end if self._end + len(beside) <= place else max(self._end, place + length)
+            os.pwrite(self.fd, beside, free)
+            head = torch.tensor([version + 1, free, len(beside)])
+            own = [(shared, weights[name]) for name, shared in self._tensors.items()]
+            make([*own, (torch.from_numpy(self._head), head), *copies])
+            return self.version
+
+        return self._locked(fcntl.LOCK_EX, act)
 
     def read(self) -> dict[str, Tensor]:
         """Copies of the latest version, by name."""
@@ -92,44 +103,34 @@ class SharedWeights:
 
     def image(self) -> tuple[int, bytes]:
         """The latest version's number, and all that the file holds of it, for `install` on another machine."""
-        return self._locked(fcntl.LOCK_SH, self._image)
+
+        def act() -> tuple[int, bytes]:
+            version, place, length = self._head.tolist()
+            return version, os.pread(self.fd, max(self._end, place + length), 0)
+
+        return self._locked(fcntl.LOCK_SH, act)
 
     def read_into(self, weights: Mapping[str, Tensor], known: int) -> tuple[int, bytes]:
         """Copies the latest version into `weights`, unless that is the `known` one.
 
         Returns its number, and its extras; nothing for the `known` one.
         """
-        return (known, b"") if self.version == known else self._locked(fcntl.LOCK_SH, self._read_into, weights)
 
-    def _write(
-        self, weights: Mapping[str, Tensor], beside: bytes, copies: Copies, make: Callable[[Copies], None]
-    ) -> int:
-        version, place, length = self._head.tolist()
-        # Not where the last one lies: that holds until the copy.
-        free = self._end if self._end + len(beside) <= place else max(self._end, place + length)
-        os.pwrite(self.fd, beside, free)
-        head = torch.tensor([version + 1, free, len(beside)])
-        own = [(shared, weights[name]) for name, shared in self._tensors.items()]
-        make([*own, (torch.from_numpy(self._head), head), *copies])
-        return self.version
+        def act() -> tuple[int, bytes]:
+            copy_all([(weights[name], shared) for name, shared in self._tensors.items()])
+            return self.version, self._beside()
 
-    def _read_into(self, weights: Mapping[str, Tensor]) -> tuple[int, bytes]:
-        copy_all([(weights[name], shared) for name, shared in self._tensors.items()])
-        return self.version, self._beside()
+        return (known, b"") if self.version == known else self._locked(fcntl.LOCK_SH, act)
 
     def _beside(self) -> bytes:
         _, place, length = self._head.tolist()
         return os.pread(self.fd, length, place)
 
-    def _image(self) -> tuple[int, bytes]:
-        version, place, length = self._head.tolist()
-        return version, os.pread(self.fd, max(self._end, place + length), 0)
-
-    def _locked(self, kind: int, act: Callable[..., Result], *arguments: object) -> Result:
+    def _locked(self, kind: int, act: Callable[[], Result]) -> Result:
         with self._threads:
             try:
                 fcntl.lockf(self.fd, kind)
-                return act(*arguments)
+                return act()
             finally:  # no context manager: a handler that raises where one begins or ends would leave the lock held
                 fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
