@@ -77,31 +77,6 @@ def test_an_agent_that_has_ended_is_not_cut_off_as_well():
     assert batch["next", "b", "truncated"][0, :, :, 0].tolist() == [[0], [0], [1], [0]]
 
 
-def test_random_actions_obey_masks():
-    with Collector(
-        "pettingzoo/classic/tictactoe_v3",
-        num_envs=2,
-        frames_per_batch=200,
-        seed=0,
-        make_vec_options={"backend": "serial"},
-    ) as collector:
-        batch = collector.rollout()
-    allowed = batch["player", "action_mask"].gather(-1, batch["player", "action"].unsqueeze(-1)).squeeze(-1)
-    assert allowed[batch["player", "acting"]].all()
-    assert (collector.last_episodes.lengths >= 5).all()
-
-
-def test_plain_policies_get_and_give_dicts_by_group():
-    def policy(obs):
-        return {"walker": {"action": torch.zeros(len(obs["walker"]), 3, 4), "norm": obs["walker"].norm(dim=-1)}}
-
-    with Collector(
-        MULTIWALKER, policy, num_envs=1, frames_per_batch=2, make_vec_options={"backend": "serial", **WALKERS}
-    ) as collector:
-        batch = collector.rollout()
-    assert torch.allclose(batch["walker", "norm"], batch["walker", "observation"].norm(dim=-1))
-
-
 @pytest.mark.parametrize("net", [MultiAgentMLP, torchrl_mlp, with_placeholder])
 @pytest.mark.parametrize(
     "context", ["fork", *(pytest.param(context, marks=pytest.mark.slow) for context in ("forkserver", "spawn"))]

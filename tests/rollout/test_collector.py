@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from typing import ClassVar
 
-import gymnasium as gym
 import pytest
 import torch
 from collecting import SERIAL, collect, count_env, zeros_policy
@@ -94,14 +93,6 @@ def test_disabled_autoreset_is_refused():
         Collector(envs, zeros_policy, frames_per_batch=16)
 
 
-def test_gymnasiums_own_vector_env_collects_too():
-    envs = gym.vector.SyncVectorEnv([count_env(length=3)] * 2, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-    batch = Collector(envs, zeros_policy, frames_per_batch=8).rollout()
-    assert batch["next", "observation"][0, 2].tolist() == [0, 3]
-    assert batch["observation"][0, 3].tolist() == [1, 0]
-    envs.close()
-
-
 def test_batches_go_on_where_the_last_one_ended_and_keep_their_memory():
     with Collector(
         count_env(length=5), zeros_policy, num_envs=1, frames_per_batch=3, total_frames=7, make_vec_options=SERIAL
@@ -110,16 +101,6 @@ def test_batches_go_on_where_the_last_one_ended_and_keep_their_memory():
     assert [batch["observation"][0, :, 1].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
     assert [batch["collector", "traj_ids"][0].tolist() for batch in batches] == [[0, 0, 0], [0, 0, 1], [1, 1, 1]]
     assert collector.frames == 9
-
-
-def test_episode_longer_than_a_batch_is_counted_whole():
-    with Collector(
-        count_env(length=5), zeros_policy, num_envs=1, frames_per_batch=3, total_frames=6, make_vec_options=SERIAL
-    ) as collector:
-        found = [collector.last_episodes for _ in collector]
-    assert [len(episodes.returns) for episodes in found] == [0, 1]
-    assert found[1].returns.tolist() == [15.0]
-    assert found[1].lengths.tolist() == [5]
 
 
 # ---- options
@@ -148,29 +129,6 @@ def test_max_frames_per_traj_does_not_cut_what_ended_by_itself():
     assert batch["next", "terminated"][0, :, 0].tolist() == [False, True] * 2
     assert not batch["next", "truncated"].any()
     assert batch["observation"][0, :, 0].tolist() == [0, 0, 1, 1]
-
-
-def test_reset_at_each_iter_starts_new_trajectories():
-    with Collector(
-        count_env(length=50),
-        zeros_policy,
-        num_envs=2,
-        frames_per_batch=6,
-        total_frames=12,
-        reset_at_each_iter=True,
-        make_vec_options=SERIAL,
-    ) as collector:
-        first, second = collector
-    assert first["observation"][0].tolist() == [[0, 0], [0, 1], [0, 2]]
-    assert second["observation"][0].tolist() == [[1, 0], [1, 1], [1, 2]]
-    assert second["collector", "traj_ids"].tolist() == [[2] * 3, [3] * 3]
-    assert not second["next", "done"].any()
-
-
-def test_split_trajs_gives_one_trajectory_per_row():
-    batch, _ = collect(count_env(length=3), zeros_policy, split_trajs=True)
-    assert batch.batch_size == (6, 3)
-    assert batch["collector", "mask"].sum(1).tolist() == [3, 3, 2, 3, 3, 2]
 
 
 def test_compact_batches_rebuild_next_observations():
@@ -215,22 +173,6 @@ def test_random_batches_have_the_keys_of_the_policys():
     assert drawn["is_init"][..., 0].equal(drawn["observation"][..., 1] == 0)
 
 
-def test_replay_buffer_takes_valid_frames_and_nothing_is_yielded():
-    class Buffer:
-        def __init__(self):
-            self.parts = []
-
-        def extend(self, frames):
-            self.parts.append(frames)
-
-    buffer = Buffer()
-    with muster.make_vec(count_env(length=3), 2, backend="serial") as envs:
-        collector = Collector(envs, zeros_policy, frames_per_batch=16, total_frames=12, replay_buffer=buffer)
-        assert list(collector) == [None]
-    assert buffer.parts[0].batch_size == (12,)
-    assert (buffer.parts[0]["next", "observation"][:, 1] > 0).all()
-
-
 def test_dict_spaces_nest_and_actions_go_back_as_dicts():
     batch, _ = collect(DictEnv, None, T=3, seed=0)
     assert batch["eyes", "left"].shape == (2, 3, 2, 2)
@@ -243,24 +185,6 @@ def test_dict_spaces_nest_and_actions_go_back_as_dicts():
 
 
 # ---- policies
-
-
-def test_policy_is_used_as_it_is():
-    class Holding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
-            self.generator = (i for i in range(3))
-
-        def __deepcopy__(self, memo):
-            raise RuntimeError("there is only one of me")
-
-        def forward(self, obs):
-            return self.layer(obs).squeeze(-1).long().clamp(0, 99)
-
-    policy = Holding()
-    _, collector = collect(count_env(), policy, seed=0)
-    assert collector.policy is policy
 
 
 def test_tensordict_policy_reads_and_writes_its_keys():
@@ -325,17 +249,6 @@ def test_plain_recurrent_policy_gets_and_gives_its_state():
     assert batch["h"][0, :, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
-def test_torchrls_lstm_module_collects_without_a_primer():
-    modules = pytest.importorskip("torchrl.modules")
-    lstm = modules.LSTMModule(input_size=2, hidden_size=4, in_key="observation", out_key="embed")
-    head = TensorDictModule(lambda h: h.argmax(-1), in_keys=["embed"], out_keys=["action"])
-    policy = TensorDictSequential(lstm, head)
-    batch, _ = collect(count_env(length=3), policy)
-    assert batch["is_init"][0, :, 0].tolist() == [True, False, False] * 2 + [True, False]
-    assert not batch["recurrent_state_h"][:, [0, 3, 6]].any()
-    assert batch["recurrent_state_h"][:, 1].equal(batch["next", "recurrent_state_h"][:, 0])
-
-
 def test_missing_initial_state_is_named():
     policy = TensorDictModule(lambda o, h: (h.long(), h), ["observation", "h"], ["action", ("next", "h")])
     with pytest.raises(ConfigError, match=r"initial_state=.*'h'"):
@@ -368,21 +281,6 @@ def test_a_policy_that_gives_no_state_is_told_so(policy, message):
         collect(count_env(), policy, initial_state={"h": torch.zeros(4)})
 
 
-def test_meta_placeholders_stay_and_the_rest_moves():
-    class WithPlaceholder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
-            self.placeholder = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
-            self.hidden = [nn.Linear(2, 2, device="meta")]
-
-        def forward(self, obs):
-            return self.layer(obs).squeeze(-1).long().clamp(0, 99)
-
-    batch, _ = collect(count_env(), WithPlaceholder(), device="cpu")
-    assert batch.device == torch.device("cpu")
-
-
 def test_device_that_cannot_be_used_is_a_clear_error():
     with pytest.raises(ConfigError, match="cannot be used"):
         collect(count_env(), nn.Linear(2, 1), policy_device="xla:7")
@@ -401,13 +299,6 @@ def batches_equal(a: TensorDict, b: TensorDict) -> bool:
 def test_same_seed_gives_the_same_batch_on_every_backend(policy, options):
     expected, _ = collect(NoisyEnv, policy, num_envs=3, T=20, seed=5)
     got, _ = collect(NoisyEnv, policy, num_envs=3, T=20, seed=5, options=options)
-    assert batches_equal(expected, got)
-
-
-def test_overlap_gives_the_same_rows_for_a_deterministic_policy():
-    policy = lambda obs: obs[:, 1].long()  # noqa: E731
-    expected, _ = collect(NoisyEnv, policy, num_envs=5, T=20, seed=5)
-    got, _ = collect(NoisyEnv, policy, num_envs=5, T=20, seed=5, overlap=True, options={"backend": "process"})
     assert batches_equal(expected, got)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from agent_envs import Script
@@ -149,16 +148,3 @@ def test_a_vector_env_that_copies_for_its_owner_goes_on_doing_so(env):
         before = own.tolist()
         envs.step(envs.action_space.sample())
         assert own.tolist() == before
-
-
-def test_float64_observations_arrive_as_they_are():
-    class Doubles(CountingEnv):
-        def __init__(self):
-            super().__init__()
-            self.observation_space = gym.spaces.Box(-1.0, 9.0, (2,), np.float64)
-
-        def _obs(self):
-            return super()._obs().astype(np.float64)
-
-    batch, _ = collect(Doubles, zeros_policy)
-    assert batch["observation"].dtype == torch.float64

@@ -109,12 +109,6 @@ class TestGAE:
         assert_close(advantages.float(), torch.from_numpy(buffer.advantages))
         assert_close(targets.float(), torch.from_numpy(buffer.returns))
 
-    def test_lambda_1_gives_discounted_sums_of_rewards(self):
-        _, targets = gae(
-            column(1, 1, 1), column(5, 5, 5), column(5, 5, 5), flags(0, 0, 1), flags(0, 0, 0), gamma=0.5, gae_lambda=1
-        )
-        assert_close(targets, column(1.75, 1.5, 1))
-
     def test_gives_no_gradients_and_keeps_the_dtype_of_values(self):
         values = torch.zeros(2, 1, requires_grad=True)
         advantages, targets = gae(
@@ -169,12 +163,6 @@ class TestVTrace:
         )
         assert_close(advantages, theirs.squeeze(-1).T)
         assert_close(targets, their_targets.squeeze(-1).T)
-
-    def test_on_policy_its_targets_are_those_of_gae_with_lambda_1(self):
-        rollout = random_rollout(30, 3)
-        _, targets = vtrace(torch.zeros(30, 3), **rollout, gamma=GAMMA)
-        _, expected = gae(**rollout, gamma=GAMMA, gae_lambda=1.0)
-        assert_close(targets, expected)
 
 
 class TestMask:

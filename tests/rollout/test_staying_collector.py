@@ -7,24 +7,12 @@ import threading
 from contextlib import nullcontext
 
 import pytest
-import torch
+from collecting import Constant
 from counting_env import CountingEnv
-from torch import nn
 
 from muster.rollout.multi_collector import MultiCollector as AnyMultiCollector
 
 MultiCollector = functools.partial(AnyMultiCollector, context="fork")
-
-
-class Constant(nn.Module):
-    """Acts its one weight."""
-
-    def __init__(self, action: int) -> None:
-        super().__init__()
-        self.best = nn.Parameter(torch.tensor(float(action)))
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return self.best.long().expand(len(obs))
 
 
 class Locked(Constant):

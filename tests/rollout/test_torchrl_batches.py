@@ -116,17 +116,6 @@ def test_gae_of_torchrl_and_muster_give_the_advantages_of_a_loop_by_hand(batch, 
     assert_close(ours.T, expected)
 
 
-def test_td_lambda_gives_the_returns_of_a_loop_by_hand(batch, rows):
-    from torchrl.objectives.value import TDLambdaEstimator
-
-    def lambda_return(row, following):
-        after = row["next_values"] * ~row["terminated"]
-        return row["reward"] + GAMMA * (after if following is None else (1 - LAMBDA) * after + LAMBDA * following)
-
-    theirs = TDLambdaEstimator(gamma=GAMMA, lmbda=LAMBDA, value_network=critic)(batch)
-    assert_close(theirs["value_target"].squeeze(-1), backwards(rows, lambda_return))
-
-
 def test_vtrace_of_torchrl_and_muster_give_the_targets_of_a_loop_by_hand(batch, rows):
     from torchrl.objectives.value import VTrace
 
@@ -148,52 +137,6 @@ def test_vtrace_of_torchrl_and_muster_give_the_targets_of_a_loop_by_hand(batch, 
     advantages, targets = vtrace(log_ratios.T, *(rows[name].T for name in names), gamma=GAMMA)
     assert_close(targets.T, expected)
     assert_close(theirs["advantage"].squeeze(-1), advantages.T)
-
-
-def test_batches_that_are_stacked_have_the_advantages_that_each_has(batch, rows):
-    from torchrl.objectives.value import GAE
-
-    stacked = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=critic)(torch.stack([batch, batch]))
-    assert_close(stacked["advantage"].squeeze(-1), gae_by_hand(rows).expand(2, N, T))
-
-
-@pytest.mark.parametrize("n_steps", [1, 3])
-def test_multi_step_adds_up_an_envs_following_rewards(batch, rows, n_steps):
-    from torchrl.data import MultiStep
-
-    theirs = MultiStep(gamma=GAMMA, n_steps=n_steps)(batch)
-    for env in range(N):
-        for t in range(T):
-            total, last = rows["reward"][env, t].clone(), t
-            while last - t + 1 < n_steps and last + 1 < T and not rows["done"][env, last]:
-                last += 1
-                total += GAMMA ** (last - t) * rows["reward"][env, last]
-            assert_close(theirs["next", "reward"][env, t, 0], total)
-            assert theirs["next", "observation"][env, t].equal(rows["next_observation"][env, last])
-
-
-def test_reward_to_go_adds_up_the_rest_of_the_episode(batch, rows):
-    from torchrl.envs.transforms import Reward2GoTransform
-
-    def to_go(row, following):
-        return row["reward"] if following is None else row["reward"] + GAMMA * following
-
-    theirs = Reward2GoTransform(gamma=GAMMA, out_keys=["to_go"]).inv(batch)
-    assert_close(theirs["to_go"].squeeze(-1), backwards(rows, to_go))
-
-
-def test_split_trajectories_of_torchrl_and_muster_give_an_episode_in_each_row(batch, rows):
-    from torchrl.collectors.utils import split_trajectories as torchrls
-
-    episodes = rows["observation"].flatten(0, 1)[:, :2].unique(dim=0)
-    for split in (torchrls, split_trajectories):
-        found = split(batch.clone())
-        mask = found["collector", "mask"]
-        assert found.batch_size == (len(episodes), 8)
-        assert found["observation"][:, 0, :2].equal(episodes)
-        assert found["observation"][mask].equal(rows["observation"].flatten(0, 1))
-        assert found["next", "reward"][mask].equal(rows["reward"].reshape(-1, 1))
-        assert not mask[:, 1:][~mask[:, :-1]].any()
 
 
 def test_trajectories_that_go_on_in_the_next_batch_are_split_as_torchrl_splits_them():

@@ -77,20 +77,6 @@ def test_weights_that_were_saved_win_over_those_that_wait():
         assert (policy.best.item(), collector.policy_version) == (9, 3)
 
 
-def test_update_policy_weights_copies_into_the_policy():
-    policy = nn.Linear(2, 1)
-    wrapped = nn.Sequential(policy)
-    with Collector(count_env(), wrapped, num_envs=1, frames_per_batch=1, make_vec_options=SERIAL) as collector:
-        collector.update_policy_weights_()
-        collector.update_policy_weights_({"0.weight": torch.ones(1, 2), "0.bias": torch.zeros(1)})
-        assert policy.weight.equal(torch.ones(1, 2))
-        with pytest.raises(SpecMismatch, match=r"0\.bias"):
-            collector.update_policy_weights_({"0.weight": torch.ones(1, 2)})
-        with pytest.raises(SpecMismatch, match="shape"):
-            collector.update_policy_weights_({"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(1)})
-        assert policy.weight.equal(torch.ones(1, 2))
-
-
 class TwoWeights(nn.Module):
     """Returns both of its weights, and acts by the first."""
 

@@ -169,19 +169,6 @@ def test_a_restarted_env_with_other_agents_is_an_error(kind: type[Script], tmp_p
             envs.step(ones(1))
 
 
-def test_without_state_the_env_is_not_asked_for_it() -> None:
-    class Stating(Script):
-        state_space = spaces.Box(-1, 1, (3,), np.float32)
-
-        def state(self) -> Any:
-            return np.full(3, 0.5, np.float32)
-
-    with muster.make_vec(Stating, 2, backend="serial") as envs:
-        assert "state" not in envs.reset(seed=0)[1]
-        assert "state" not in envs.step(ones(2))[4]
-        assert envs.state_space is None
-
-
 def test_groups_can_be_chosen() -> None:
     with muster.make_vec(Script, backend="serial", groups={"a_0": "x", "b_0": "x", "a_1": "y"}) as envs:
         assert envs.groups == {"x": ["a_0", "b_0"], "y": ["a_1"]}

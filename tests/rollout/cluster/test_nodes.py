@@ -230,21 +230,3 @@ def test_what_is_no_cluster_is_named(cluster, text):
     with pytest.raises(ConfigError) as raised:
         MultiCollector(count_env(), num_collectors=2, frames_per_batch=8, cluster=cluster())
     assert text in str(raised.value)
-
-
-def refuse_on_the_second_node():
-    if muster.get_worker_info().node_index == 1:
-        raise OSError("no such device")
-
-
-@pytest.mark.slow
-def test_a_worker_init_that_raises_on_one_node_is_said_to_be_of_that_node():
-    with pytest.raises(Exception, match="no such device") as raised:
-        MultiCollector(
-            count_env(),
-            num_collectors=2,
-            frames_per_batch=8,
-            make_vec_options={"worker_init": refuse_on_the_second_node},
-            cluster=LocalNodes(),
-        )
-    assert raised.value.__notes__[-1] == "On node 1 (local-1)."
