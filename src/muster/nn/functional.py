@@ -104,7 +104,7 @@ class _FunctionalCall:
 # here the TensorDict itself is replaced for the call.
 
 
-class _Held(NamedTuple):
+class _HeldTensorDict(NamedTuple):
     """An attribute that holds a TensorDict.  names: the module's name of the tensor at each of its keys."""
 
     owner: nn.Module
@@ -113,7 +113,7 @@ class _Held(NamedTuple):
     names: dict[Any, str]
 
 
-def _slots_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Held]:
+def _slots_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[_HeldTensorDict]:
     """The attributes inside ``module`` with a TensorDict that holds some of ``tensors``."""
     name_of = {id(tensor): name for name, tensor in tensors.items()}
     slots = []
@@ -124,12 +124,12 @@ def _slots_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Held]:
             if isinstance(held, TensorDictBase):
                 names = {key: name_of[id(leaf)] for key, leaf in held.items(True, True) if id(leaf) in name_of}
                 if names:
-                    slots.append(_Held(owner, attribute, held, names))
+                    slots.append(_HeldTensorDict(owner, attribute, held, names))
     return slots
 
 
 @contextmanager
-def _replaced_tensordicts(slots: Sequence[_Held], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def _replaced_tensordicts(slots: Sequence[_HeldTensorDict], tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Replaces each slot's TensorDict by one with ``tensors``, until the context ends."""
     before = [dict(vars(slot.owner)) for slot in slots]
     try:

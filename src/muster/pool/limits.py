@@ -100,8 +100,13 @@ class Limits:
 
     def options(self) -> dict[str, Any]:
         """The options, by the names that `make_vec` has for them."""
-        names = ("start_timeout", "step_timeout", "close_timeout", "on_failure", "max_restarts")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "start_timeout": self.start_timeout,
+            "step_timeout": self.step_timeout,
+            "close_timeout": self.close_timeout,
+            "on_failure": self.on_failure,
+            "max_restarts": self.max_restarts,
+        }
 
     def close(self, num_envs: int = 1) -> CloseLimits:
         """The limits of a close. num_envs: envs that are closed as one."""
