@@ -10,7 +10,7 @@ from typing import Any
 
 from muster.backends.base import CallerOptions, Questions, attach_local_host, close_here, raise_local_interrupt
 from muster.backends.pooled import PooledBackend
-from muster.envs.quiet_atari import no_banner_meanwhile
+from muster.envs.package_finder import no_banner_meanwhile
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, to_exception

@@ -19,8 +19,8 @@ from muster.doctor.measure import code_of_options
 from muster.envs.adapt import is_torchrl
 from muster.pickling import is_plain
 from muster.pool.resources import memory_left, usable_cores
+from muster.recipes import sources
 from muster.recipes.existing_env import find_existing_env, is_env
-from muster.recipes.sources import constructor_of, unrecorded_wrapper
 
 _LONGEST_REPR = 200
 _IMPORT = "from muster.interop.torchrl import ParallelEnv\n"
@@ -121,7 +121,7 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
     spec = spec_of(existing)
     if is_torchrl(existing):
         line = f"envs = ParallelEnv({cores}, make_env)"
-        factory: str | None = f"{_IMPORT}\n\ndef make_env():\n    return {constructor_of(existing)}\n"
+        factory: str | None = f"{_IMPORT}\n\ndef make_env():\n    return {sources.constructor_of(existing)}\n"
     elif spec is not None and (name := name_of_spec(spec)) is not None:
         line, factory = f"envs = muster.make_vec({name}, num_envs={cores})", None
     elif existing is None and (missing := _missing_arguments(env, env_kwargs)):
@@ -129,7 +129,7 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
         listed = ", ".join([*provided, *(f"{json.dumps(name)}: ..." for name in missing)])
         line, factory = f"envs = muster.make_vec({source}, num_envs={cores}, env_kwargs={{{listed}}})", None
     else:
-        call = constructor_of(existing) if existing is not None else "MyEnv(...)"
+        call = sources.constructor_of(existing) if existing is not None else "MyEnv(...)"
         line = f"envs = muster.make_vec(make_env, num_envs={cores})"
         factory = f"def make_env():\n    return {call}\n"
     return Recommendation(line, factory, "process", "forkserver", num_envs=cores, num_workers=cores)
@@ -137,12 +137,8 @@ def unbuildable(env: Any, source: str, env_kwargs: Mapping[str, Any]) -> Recomme
 
 def spec_of(existing: Any) -> EnvSpec | None:
     """The spec that an env could be rebuilt from."""
-    spec = None
-    if isinstance(existing, gym.Env):
-        with contextlib.suppress(Exception):  # it may be a property of a user's class, and raise anything
-            spec = existing.spec
-    usable = isinstance(spec, EnvSpec) and spec.entry_point is not None and unrecorded_wrapper(spec) is None
-    return spec if usable else None
+    spec, lost = sources.spec_of(existing)
+    return spec if lost is None else None
 
 
 def name_in_code(function: Any) -> str:

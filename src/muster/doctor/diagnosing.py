@@ -130,10 +130,17 @@ class Subject:
     @classmethod
     def of(cls, recipe: Recipe, timeout_s: float, found: list[Finding]) -> Subject:
         """Packs the recipe. found: receives what is found."""
-        packed = _pack(recipe, found)
-        shared = shared_by([recipe], by_fork=packed is None)
-        env_trials = Trials([recipe] if packed is None else packed, timeout_s)
-        return cls(recipe, env_trials, shared)
+        recipes: bytes | list[Recipe] = [recipe]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                recipes = pack_for_trials([recipe], "spawn")
+            except CannotTravel as error:
+                found.append(Finding("blocks", "travel", str(error)))
+        found += [Finding("warns", "travel", str(one.message)) for one in said if one.category is UserWarning]
+        if not said and isinstance(recipes, bytes):
+            found.append(Finding("good", "travel", "the recipe and its arguments can be sent to workers"))
+        return cls(recipe, Trials(recipes, timeout_s), shared_by([recipe], by_fork=recipes == [recipe]))
 
 
 def _diagnose_env(
@@ -177,7 +184,8 @@ def _diagnose_env(
     verdict.of_torchrl = behaviour.results.get("api") == "TorchRL"
     together, is_run = TrialOutcome(), not travels or bool(shared)
     if behaviour.hung and behaviour.stage in _ON_THE_WAY:
-        found.append(findings.about_untried(behaviour))
+        text = f"{behaviour.stage}, it hung: its speed, its seeds and two of it in one process were not tried"
+        found.append(Finding("note", "life", text))
     elif "rows" in behaviour.results:
         rows, is_run = behaviour.results["rows"], True
         progress("trying the same seed in another process")
@@ -302,21 +310,6 @@ def _source(env: Any, target: str) -> str:
     if not module:
         name = callable_name(env).rpartition(".")[2] if inspect.isfunction(env) or inspect.isclass(env) else ""
     return name if name.isidentifier() else "make_env"
-
-
-def _pack(recipe: Recipe, found: list[Finding]) -> bytes | None:
-    """The recipe for another process, None if it cannot travel."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            packed = pack_for_trials([recipe], "spawn")
-        except CannotTravel as error:
-            found.append(Finding("blocks", "travel", str(error)))
-            return None
-    found += [Finding("warns", "travel", str(one.message)) for one in said if one.category is UserWarning]
-    if not said:
-        found.append(Finding("good", "travel", "the recipe and its arguments can be sent to workers"))
-    return packed
 
 
 def try_contexts(subject: Subject, behaviour: TrialOutcome) -> dict[str, str | None]:

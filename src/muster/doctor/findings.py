@@ -91,12 +91,6 @@ def about_pair(pair: SideBySide, step_s: float | None = None) -> Finding:
     return Finding("good", "isolation", text)
 
 
-def about_untried(behaviour: TrialOutcome) -> Finding:
-    """The finding that names what was not tried, since those trials would hang as `behaviour` did."""
-    text = f"{behaviour.stage}, it hung: its speed, its seeds and two of it in one process were not tried"
-    return Finding("note", "life", text)
-
-
 def about_sharing(shared: str) -> Finding:
     """The finding that says how little was tried, since trials would use objects of the calling process."""
     text = (

@@ -15,9 +15,8 @@ from muster.envs.agents import AgentsEnv
 from muster.envs.dm_env import DmEnv, is_dm_env
 from muster.envs.groups import Agent
 from muster.envs.melting_pot import Players, is_list_shaped
-from muster.envs.pettingzoo import is_pettingzoo, is_turn_based, specs_of
+from muster.envs.pettingzoo import ParallelAgents, is_pettingzoo, is_turn_based, specs_of
 from muster.envs.pettingzoo_aec import TurnBasedAgents
-from muster.envs.pettingzoo_parallel import ParallelAgents
 from muster.errors import ConfigError, RecipeError
 from muster.introspection import type_name
 from muster.recipes.recipe import Recipe, make_recipes

@@ -80,7 +80,8 @@ class AgentsEnv(Adapting, ABC):
         self._flags = np.zeros((len(FLAG_NAMES), self.layout.num_agents), np.bool_)
         sizes = [len(agents) for agents in self.layout.groups.values()]
         self._agents_row = AgentRow(self._slots, sizes, self._rewards, self._flags)
-        self._masks = self.layout.full_masks()
+        agents_by_mask = [(len(self.layout.groups[name]), shape) for name, shape in self.layout.mask_shapes.items()]
+        self._masks = tuple(np.ones((count, *shape), np.bool_) for count, shape in agents_by_mask)
         self._mask_spaces = [self.layout.action_spaces[name] for name in self.layout.mask_shapes]
         self._has_masks = np.zeros(1, np.bool_)
         self._agents: list[Agent] = []  # that are present
@@ -129,14 +130,6 @@ class AgentsEnv(Adapting, ABC):
         if self._masked:
             obs = self._unmasked({agent: obs})[agent]
         self._agents_row.put(agent, obs, reward, bool(terminated), bool(truncated), acts)
-
-    def _put_first(self, agents: list[Agent], observations: Mapping[Agent, Any], infos: Mapping[Agent, Any]) -> None:
-        """Puts the agents of a reset into the row. agents: those that are there.
-
-        One that neither dict names pauses. Raises SpecMismatch for keys that are no agents, for an agent with infos
-        alone, and where no agent has an observation.
-        """
-        self._agents_row.put_first(agents, self._all_unmasked(agents, observations), infos)
 
     def _put_all(
         self,

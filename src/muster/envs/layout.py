@@ -13,7 +13,7 @@ from muster._core import FLAG_NAMES, AgentFlag, BatchNode, Branch, ObsNode
 from muster.envs.groups import Groups, slots_of
 from muster.errors import SpecMismatch
 from muster.spaces.stacking import stacked_space
-from muster.spaces.tree import Array, BranchNode, Leaf, Rows, Space, SpaceNode, Take, tree
+from muster.spaces.tree import BranchNode, Leaf, Rows, Space, SpaceNode, Take, tree
 
 # The parts of a row, in order: what `AgentsEnv` returns to the stepping loop as one env's observation.
 OBS, REWARDS, FLAGS, MASKS, HAS_MASKS, STATE, SHARED = range(7)
@@ -62,10 +62,6 @@ class AgentLayout:
         if not batch:
             return dict(by_group)
         return {name: stacked_space(space, (*batch, len(self.groups[name]))) for name, space in by_group.items()}
-
-    def full_masks(self) -> tuple[Array, ...]:
-        """Action masks that allow everything, ``[A, n]`` for each group that may have masks."""
-        return tuple(np.ones((len(self.groups[name]), *shape), np.bool_) for name, shape in self.mask_shapes.items())
 
     def row_tree(self) -> BranchNode:
         """The tree of one env's row, see `OBS` and the constants next to it."""

@@ -162,15 +162,11 @@ class MakeSubstrate(OfKnownLibrary):
         return substrate.build_from_config(chosen, roles=tuple(roles))
 
 
-def _known_substrates(needing: str) -> list[str]:
-    folders = melting_pot_package(needing).submodule_search_locations or [""]
-    listing = Path(folders[0], "configs", "substrates", "__init__.py")
-    return re.findall(r"^    '(\w+)',$", listing.read_text(encoding="utf-8"), re.MULTILINE)
-
-
 def check_substrate(name: str) -> MakeSubstrate:
     """The factory of ``meltingpot/<name>``. Raises RecipeError, ModuleNotFoundError."""
-    known = _known_substrates(f"'meltingpot/{name}' needs")
+    folders = melting_pot_package(f"'meltingpot/{name}' needs").submodule_search_locations or [""]
+    listing = Path(folders[0], "configs", "substrates", "__init__.py")
+    known = re.findall(r"^    '(\w+)',$", listing.read_text(encoding="utf-8"), re.MULTILINE)
     if name not in known:
         raise RecipeError(f"Melting Pot has no substrate {name!r}. It has: {', '.join(known)}")
     return MakeSubstrate(name)

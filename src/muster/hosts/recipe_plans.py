@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from muster.envs.light_melting_pot import import_without_bots
-from muster.envs.quiet_atari import print_no_banner
+from muster.envs.package_finder import print_no_banner
 from muster.pickling.main_module import Init
 from muster.pool.place import Plan
 from muster.pool.set_up import Processes

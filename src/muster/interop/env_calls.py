@@ -28,28 +28,18 @@ class OnSome:
         return self.act.sent_parts() if hasattr(self.act, "sent_parts") else {"the function": self.act}
 
 
-@dataclass(frozen=True)
-class GetAttribute:
-    """Returns the attribute `name`, looked up through wrappers."""
+def has_attribute(env: Any, index: int, name: str) -> bool:
+    """Returns whether the env has the attribute `name`; the value stays in the worker."""
+    try:
+        get_attribute(env, name)
+    except AttributeError:
+        return False
+    return True
 
-    name: str
 
-    def __call__(self, env: Any, index: int) -> Any:
-        return get_attribute(env, self.name)
-
-
-@dataclass(frozen=True)
-class HasAttribute:
-    """Asks for the presence of the attribute `name`; the value stays in the worker."""
-
-    name: str
-
-    def __call__(self, env: Any, index: int) -> bool:
-        try:
-            get_attribute(env, self.name)
-        except AttributeError:
-            return False
-        return True
+def get_named(env: Any, index: int, name: str) -> Any:
+    """The attribute `name`, looked up through wrappers."""
+    return get_attribute(env, name)
 
 
 @dataclass(frozen=True)
@@ -83,18 +73,13 @@ class CallMethod:
         return named_arguments(self.args, self.kwargs or {}, "method_")
 
 
-@dataclass(frozen=True)
-class IsWrapped:
+def is_wrapped(env: Any, index: int, wrapper: type) -> bool:
     """Looks for an instance of the class `wrapper` among the env's wrappers."""
-
-    wrapper: type
-
-    def __call__(self, env: Any, index: int) -> bool:
-        while isinstance(env, gymnasium.Wrapper):
-            if isinstance(env, self.wrapper):
-                return True
-            env = env.env
-        return False
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, wrapper):
+            return True
+        env = env.env
+    return False
 
 
 def of_gymnasium(env: Any) -> Any:

@@ -61,16 +61,9 @@ from muster.vector.vector_env import VectorEnv
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "make_vec"]
 
 ASYNC_VECTOR_ENV = UserCall(
-    name="AsyncVectorEnv",
-    factory="env_fns",
-    kwargs="",
-    context='context="{method}"',
-    in_process="SyncVectorEnv",
-    one_each="AsyncVectorEnv(env_fns) without num_workers",
+    "AsyncVectorEnv", "env_fns", "AsyncVectorEnv(env_fns) without num_workers", "SyncVectorEnv", 'context="{method}"'
 )
-SYNC_VECTOR_ENV = replace(
-    ASYNC_VECTOR_ENV, name="SyncVectorEnv", context="", in_process="", one_each="AsyncVectorEnv(env_fns)"
-)
+SYNC_VECTOR_ENV = UserCall("SyncVectorEnv", "env_fns", "AsyncVectorEnv(env_fns)")
 
 _WORKER = 4  # the place of `worker` among the arguments of AsyncVectorEnv that follow `env_fns`
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
@@ -244,7 +237,10 @@ class AsyncVectorEnv(_DropIn):
         self._set_up(observation_mode, autoreset_mode)
         permits = None
         if max_concurrency is not None:
-            _check_concurrency(max_concurrency)
+            if not isinstance(max_concurrency, (int, np.integer)):
+                raise ValueError(f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}.")
+            if max_concurrency < 1:
+                raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
             permits = multiprocessing.get_context(context or "forkserver").BoundedSemaphore(max_concurrency)
         self.max_concurrency = max_concurrency
         self._doing = "step"  # what envs that owe an answer were asked for last
@@ -380,9 +376,10 @@ def make_vec(
     described = read_vector_spec(id, num_envs, vectorization_mode, vector_kwargs, wrappers, kwargs)
     if described is None:
         return gymnasiums_make_vec(id, num_envs, vectorization_mode, vector_kwargs, wrappers, **kwargs)
-    kind = SyncVectorEnv if described.mode is VectorizeMode.SYNC else AsyncVectorEnv
-    envs: GymnasiumsVectorEnv[Any, Any, Any] = kind(described.env_fns(), **described.vector_kwargs)
-    envs.spec = described.recorded()
+    mode, env_fns, own_kwargs, spec = described
+    kind = SyncVectorEnv if mode is VectorizeMode.SYNC else AsyncVectorEnv
+    envs: GymnasiumsVectorEnv[Any, Any, Any] = kind(env_fns, **own_kwargs)
+    envs.spec = spec
     return envs
 
 
@@ -410,10 +407,3 @@ def _raise_last(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
 
 def _raise_closed(name: str) -> NoReturn:
     raise ClosedError(f"Trying to operate on `{name}`, after a call to `close()`.")
-
-
-def _check_concurrency(count: Any) -> None:
-    if not isinstance(count, (int, np.integer)):
-        raise ValueError(f"`max_concurrency` must be an integer or None, got {type(count)}.")
-    if count < 1:
-        raise ValueError(f"`max_concurrency` must be a positive or None, got {count}.")

@@ -24,11 +24,11 @@ from muster.extras import imports_for
 from muster.hosts.questions import EnvCall
 from muster.interop.env_calls import (
     CallMethod,
-    GetAttribute,
-    HasAttribute,
-    IsWrapped,
     OnSome,
     SetAttribute,
+    get_named,
+    has_attribute,
+    is_wrapped,
     of_gymnasium,
 )
 from muster.interop.starting import (
@@ -68,25 +68,16 @@ with imports_for("muster.interop.sb3 needs", "muster-rl[sb3]", "stable_baselines
 __all__ = ["DummyVecEnv", "MusterVecEnv", "SubprocVecEnv", "as_sb3", "make_vec_env"]
 
 SUBPROC_VEC_ENV = UserCall(
-    name="SubprocVecEnv",
-    factory="env_fns",
-    kwargs="",
-    context='start_method="{method}"',
-    in_process="DummyVecEnv",
-    one_each="SubprocVecEnv(env_fns) without num_workers",
+    "SubprocVecEnv", "env_fns", "SubprocVecEnv(env_fns) without num_workers", "DummyVecEnv", 'start_method="{method}"'
 )
-DUMMY_VEC_ENV = replace(
-    SUBPROC_VEC_ENV, name="DummyVecEnv", context="", in_process="", one_each="SubprocVecEnv(env_fns)"
-)
+DUMMY_VEC_ENV = UserCall("DummyVecEnv", "env_fns", "SubprocVecEnv(env_fns)")
+MAKE_DUMMY_VEC_ENV = UserCall("make_vec_env", "env_id", "vec_env_cls=SubprocVecEnv", kwargs="env_kwargs")
 MAKE_VEC_ENV = replace(
-    SUBPROC_VEC_ENV,
-    name="make_vec_env",
-    factory="env_id",
-    kwargs="env_kwargs",
-    context='vec_env_kwargs={{"start_method": "{method}"}}',
+    MAKE_DUMMY_VEC_ENV,
     one_each="vec_env_cls=SubprocVecEnv without num_workers in vec_env_kwargs",
+    in_process="DummyVecEnv",
+    context='vec_env_kwargs={{"start_method": "{method}"}}',
 )
-MAKE_DUMMY_VEC_ENV = replace(MAKE_VEC_ENV, context="", in_process="", one_each="vec_env_cls=SubprocVecEnv")
 
 EnvFns = Iterable[Callable[[], gymnasium.Env[Any, Any]]]
 Indices = None | int | Iterable[int]
@@ -183,11 +174,11 @@ class MusterVecEnv(VecEnv):
 
     def has_attr(self, attr_name: str) -> bool:
         """True if every env has the attribute `attr_name`."""
-        return all(self._do(HasAttribute(attr_name), None))
+        return all(self._do(partial(has_attribute, name=attr_name), None))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """The attribute `attr_name` of the envs `indices`, looked up through wrappers; None for all envs."""
-        return self._do(GetAttribute(attr_name), indices)
+        return self._do(partial(get_named, name=attr_name), indices)
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Sets the attribute `attr_name` of the envs `indices` to `value`, on their outermost wrapper."""
@@ -201,7 +192,7 @@ class MusterVecEnv(VecEnv):
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
         """For each of the envs `indices` True if it has a wrapper of the class `wrapper_class`."""
-        return self._do(IsWrapped(wrapper_class), indices)
+        return self._do(partial(is_wrapped, wrapper=wrapper_class), indices)
 
     def get_images(self) -> Sequence[npt.NDArray[Any] | None]:
         """Images of all envs; None for each, with a warning, where the render mode is not ``rgb_array``."""

@@ -151,16 +151,12 @@ class FromArguments(EnvFunction):
 
     def __call__(self) -> Any:
         """The env, for a vector env that is not Muster's. Lazy values in the arguments are released with it."""
-        return _build_for_others(self.recipe(may_reuse=True), self.num_envs)
-
-
-def _build_for_others(recipe: Recipe, num_envs: int) -> Any:
-    index, indices = recipe.env_index, UniqueIndices()
-    info = get_worker_info() or WorkerInfo(index, index, num_envs, num_envs, None, unique_indices=indices.take(1))
-    with worker_info_context(info):
-        built = recipe.build()
-    weakref.finalize(built.env, indices.release)
-    return _Releasing(built) if built.has_values else built.env
+        index, count, indices = self.env_index, self.num_envs, UniqueIndices()
+        info = get_worker_info() or WorkerInfo(index, index, count, count, None, unique_indices=indices.take(1))
+        with worker_info_context(info):
+            built = self.recipe(may_reuse=True).build()
+        weakref.finalize(built.env, indices.release)
+        return _Releasing(built) if built.values.has_releases else built.env
 
 
 class _Releasing(gymnasium.Wrapper[Any, Any, Any, Any]):

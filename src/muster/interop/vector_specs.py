@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gymnasium import VectorizeMode
@@ -16,50 +16,14 @@ from muster.recipes.gymnasium_ids import factory_of_spec
 
 Wrapper = Callable[[Any], Any]
 
-_ASYNC = UserCall(
-    name="make_vec",
-    factory="id",
-    kwargs="kwargs",
-    context='vector_kwargs={{"context": "{method}"}}',
-    in_process='vectorization_mode="sync"',
+_SYNC = UserCall("make_vec", "id", 'vectorization_mode="async"', kwargs="kwargs")
+_ASYNC = replace(
+    _SYNC,
     one_each="make_vec without num_workers in vector_kwargs",
+    in_process='vectorization_mode="sync"',
+    context='vector_kwargs={{"context": "{method}"}}',
 )
-_SYNC = replace(_ASYNC, context="", in_process="", one_each='vectorization_mode="async"')
 _BY_WORD = {mode.value: mode for mode in (VectorizeMode.SYNC, VectorizeMode.ASYNC)}
-
-
-@dataclass(frozen=True)
-class VectorSpec:
-    """A vector env of `num_envs` envs, each made from `spec` with `kwargs`; `spec` itself has none.
-
-    kwargs: the env's, in which values may be `muster.lazy`.  vector_kwargs: the vector env's own.
-    """
-
-    spec: EnvSpec
-    kwargs: dict[str, Any]
-    num_envs: int
-    mode: VectorizeMode
-    vector_kwargs: Mapping[str, Any]
-    wrappers: Sequence[Wrapper]
-
-    def env_fns(self) -> list[FromArguments]:
-        """A factory for each env."""
-        arguments = {"id": factory_of_spec(self.spec), "wrappers": list(self.wrappers), **self.kwargs}
-        call = _ASYNC if self.mode is VectorizeMode.ASYNC else _SYNC
-        count, labels = self.num_envs, (call.factory, "")
-        return [FromArguments(_make, arguments, self.spec.id, labels, call, i, count) for i in range(count)]
-
-    def recorded(self) -> EnvSpec:
-        """The spec from which ``make_vec`` makes such a vector env again."""
-        noted = {
-            "num_envs": self.num_envs if self.num_envs != 1 else None,
-            "vectorization_mode": self.mode.value,
-            "vector_kwargs": self.vector_kwargs or None,
-            "wrappers": self.wrappers or None,
-        }
-        spec = copy.deepcopy(self.spec)
-        spec.kwargs = {**self.kwargs, **{name: value for name, value in noted.items() if value is not None}}
-        return spec
 
 
 def read_vector_spec(
@@ -69,9 +33,11 @@ def read_vector_spec(
     vector_kwargs: Mapping[str, Any] | None,
     wrappers: Sequence[Wrapper] | None,
     kwargs: Mapping[str, Any],
-) -> VectorSpec | None:
-    """The vector env that the arguments describe. What a vector env's own spec has noted overrides them.
+) -> tuple[VectorizeMode, list[FromArguments], Mapping[str, Any], EnvSpec] | None:
+    """The vector env that the arguments describe: its mode, a factory for each env, and the vector env's own arguments.
 
+    With the spec from which ``make_vec`` makes such a vector env again. What a vector env's own spec has noted
+    overrides the arguments. kwargs: the env's, in which values may be `muster.lazy`.
     None for all else: vector envs that the spec makes itself, and arguments that Gymnasium refuses. Raises Gymnasium's
     own errors for ids that it does not know.
     """
@@ -87,8 +53,14 @@ def read_vector_spec(
         mode = VectorizeMode.SYNC
     if spec.entry_point is None or mode not in (*_BY_WORD, *_BY_WORD.values()):
         return None
-    kwargs = {**stored, **kwargs}
-    return VectorSpec(spec, kwargs, num_envs, VectorizeMode(mode), vector_kwargs or {}, wrappers or [])
+    mode, kwargs = VectorizeMode(mode), {**stored, **kwargs}
+    call = _ASYNC if mode is VectorizeMode.ASYNC else _SYNC
+    how = {"id": factory_of_spec(spec), "wrappers": list(wrappers or ()), **kwargs}
+    env_fns = [FromArguments(_make, how, spec.id, (call.factory, ""), call, i, num_envs) for i in range(num_envs)]
+    noted = {"vectorization_mode": mode.value, "vector_kwargs": vector_kwargs or None, "wrappers": wrappers or None}
+    noted["num_envs"] = num_envs if num_envs != 1 else None
+    spec.kwargs = {**kwargs, **{name: value for name, value in noted.items() if value is not None}}
+    return mode, env_fns, vector_kwargs or {}, spec
 
 
 def _make(id: Callable[..., Any], wrappers: Sequence[Wrapper], **kwargs: Any) -> Any:

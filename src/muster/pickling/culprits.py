@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from muster.errors import CannotTravel
-from muster.pickling.kinds import Kind, is_shared, kind_of
+from muster.pickling.kinds import is_shared, kind_of
 from muster.pickling.probe import PickleAttempt, attempt
 from muster.pickling.remedies import Obstacle, shown_type
 from muster.pickling.walk import Edge, Walk
@@ -77,19 +77,24 @@ def culprits_in(
             break
         failures.append(another)
         obstacles.append(_obstacle(another, walk, shares))
-    found = [_blocking(failure, one) for failure, one in zip(failures, obstacles, strict=True)]
+    found = [
+        _culprit(one, "silently_wrong" if failure.out_of_time else "blocks", _reason(failure, one))
+        for failure, one in zip(failures, obstacles, strict=True)
+    ]
     blocking = {culprit.path: culprit for culprit in found}
     # What a class or function brings along from its module comes last.
     nearest = sorted(blocking.values(), key=lambda culprit: culprit.path.count("<global>"))
-    return nearest + [_silently_wrong(Obstacle(walk.trail(value), kind)) for value, kind in silent]
+    return nearest + [
+        _culprit(Obstacle(walk.trail(value), kind), "silently_wrong", kind.reason) for value, kind in silent
+    ]
 
 
 def noted_in(parts: dict[str, Any], noted: Iterable[Any]) -> list[Culprit]:
     """The culprits for the objects that pickling has `noted`."""
     walk = Walk(parts, limit_s=1.0)
     wanted = {id(value) for value in noted}
-    found = [(value, kind_of(value)) for value in walk if id(value) in wanted]
-    return [_silently_wrong(Obstacle(walk.trail(value), kind)) for value, kind in found if kind is not None]
+    found = [Obstacle(walk.trail(value), kind_of(value)) for value in walk if id(value) in wanted]
+    return [_culprit(one, "silently_wrong", one.kind.reason) for one in found if one.kind is not None]
 
 
 def _next_failure(parts: dict[str, Any], without: Sequence[Any], deadline: float, shares: bool) -> PickleAttempt | None:
@@ -140,12 +145,6 @@ def _way_to_maker(failure: PickleAttempt, walk: Walk, shares: bool) -> list[Edge
     return trail or [_part_that_fails(walk.parts, shares)]
 
 
-def _blocking(failure: PickleAttempt, one: Obstacle) -> Culprit:
-    value = one.trail[-1][1]
-    severity: Severity = "silently_wrong" if failure.out_of_time else "blocks"
-    return _culprit(one, severity, _reason(failure, value, one.kind))
-
-
 def _part_that_fails(parts: Mapping[str, Any], shares: bool) -> tuple[str, Any]:
     return next((part for part in parts.items() if _fails(part[1], shares)), next(iter(parts.items())))
 
@@ -154,19 +153,13 @@ def _fails(value: Any, shares: bool) -> bool:
     return attempt(value, silence_s=_ALONE_S, limit_s=_ALONE_S, fds=_fds(shares)).data is None
 
 
-def _silently_wrong(one: Obstacle) -> Culprit:
-    assert one.kind is not None
-    return _culprit(one, "silently_wrong", one.kind.reason)
-
-
 def _culprit(one: Obstacle, severity: Severity, reason: str) -> Culprit:
     path, value = one.trail[-1]
     return Culprit(path, shown_type(value), reason, severity, one)
 
 
-def _reason(failure: PickleAttempt, value: Any, kind: Kind | None) -> str:
-    """The reason why the object `value`, which is of this kind, cannot be sent."""
-    error = failure.error
+def _reason(failure: PickleAttempt, one: Obstacle) -> str:
+    error, value, kind = failure.error, one.trail[-1][1], one.kind
     if failure.out_of_time:
         return "it is so large that there was no time to pickle it to the end; the rest was not looked at"
     if error is None:

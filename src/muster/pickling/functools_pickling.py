@@ -37,8 +37,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships n
         self._by_value = _ByValue()
 
     def dump(self, obj: Any) -> None:
-        with self._by_value:
+        try:
             super().dump(Arriving(obj, self._definitions))
+        finally:
+            self._by_value.forget()
 
     def reducer_override(self, obj: Any) -> Any:
         may_be_there = self._definitions.note(obj)
@@ -62,7 +64,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships n
 
 
 class _ByValue:
-    """The modules with classes and functions that cloudpickle is to pickle by value, within a ``with`` block.
+    """The modules with classes and functions that cloudpickle is to pickle by value, until `forget`.
 
     Its list of these is the process's, and stays as it was: a module that several threads need leaves it with the last.
     """
@@ -86,10 +88,8 @@ class _ByValue:
                 self._users[name] += 1
                 cloudpickle.register_pickle_by_value(sys.modules[name])
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
+    def forget(self) -> None:
+        """Takes away what was added."""
         with self._lock:
             self._users.subtract(self._noted)
             for name in self._noted:
@@ -113,7 +113,7 @@ def reduction_of(value: Any) -> tuple[Any, ...] | None:
     """The reduction from which pickle makes `value` again; None where cloudpickle can pickle `value` itself."""
     kind = type(value)
     if kind is functools.cached_property:
-        return _cached_property, (value.func, value.attrname)
+        return functools.cached_property, (value.func,), {"attrname": value.attrname}
     if kind is CACHE and not is_importable(value):
         function, parameters = (vars(value).get(name) for name in ("__wrapped__", "cache_parameters"))
         # Code that wraps a cache may have replaced `__wrapped__`: then it is not known which function the cache calls.
@@ -127,12 +127,6 @@ def reduction_of(value: Any) -> tuple[Any, ...] | None:
 
 def _without(value: Any, *names: str) -> dict[str, Any]:
     return {name: attribute for name, attribute in vars(value).items() if name not in names}
-
-
-def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
 
 
 def _cache(parameters: Mapping[str, Any], function: Callable[..., Any]) -> object:

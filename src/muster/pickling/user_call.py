@@ -15,18 +15,18 @@ class UserCall:
     name: what is called.
     factory, kwargs: the arguments for what builds an env, and for its keyword arguments. Where the second is empty, the
     first is a list of functions.
-    in_process: what hands over the very objects, since it steps the envs in the calling process; empty where this call
-    does.  one_each: a process for each env.
+    one_each: a process for each env.  in_process: what hands over the very objects, since it steps the envs in the
+    calling process; empty where this call does.
     context: the argument that chooses the start method `{method}`; empty where nothing is started.
     far: whether what is sent goes to other machines.
     """
 
     name: str
     factory: str
-    kwargs: str
-    in_process: str
     one_each: str
-    context: str
+    in_process: str = ""
+    context: str = ""
+    kwargs: str = ""
     far: bool = False
 
     def sent(self) -> str:

@@ -127,18 +127,13 @@ class BuiltEnv:
 
     def __init__(self, env: Any, made: Any, values: LazyValues) -> None:
         self.env = env
+        self.values = values
         self._made = made  # what the factory returned, before the wrappers
-        self._values = values
-
-    @property
-    def has_values(self) -> bool:
-        """True where there are lazy values to release."""
-        return self._values.has_releases
 
     def release(self, timeout_s: float) -> None:
         """Releases the env's lazy values within ``timeout_s`` seconds, after the env was closed. Never raises."""
         _live_envs.discard(self._made)
-        self._values.release(timeout_s)
+        self.values.release(timeout_s)
 
 
 def make_recipes(

@@ -118,12 +118,8 @@ def _makers_in(form: Any) -> str:
 
 def _spec_of_instance(env: Any, label: str) -> EnvSpec:
     """The spec of an existing env that was passed itself; warns about it. Raises RecipeError if the spec is no use."""
-    spec = None
-    if isinstance(env, gym.Env):
-        with contextlib.suppress(Exception):  # a property of a user's class may raise anything
-            spec = env.spec
-    lost = unrecorded_wrapper(spec) if isinstance(spec, EnvSpec) else None
-    if not isinstance(spec, EnvSpec) or spec.entry_point is None or lost is not None:
+    spec, lost = spec_of(env)
+    if spec is None or lost is not None:
         reason = "carries no spec that it could be rebuilt from"
         if lost is not None:
             reason = f"its wrapper {lost.name} did not record its arguments (gymnasium.utils.RecordConstructorArgs)"
@@ -141,9 +137,15 @@ def _spec_of_instance(env: Any, label: str) -> EnvSpec:
     return spec
 
 
-def unrecorded_wrapper(spec: EnvSpec) -> WrapperSpec | None:
-    """The first wrapper that the spec cannot rebuild, because it did not record its arguments."""
-    return next((wrapper for wrapper in spec.additional_wrappers if wrapper.kwargs is None), None)
+def spec_of(env: Any) -> tuple[EnvSpec | None, WrapperSpec | None]:
+    """The spec of an env, if that makes envs, and the first wrapper that it cannot rebuild, as it lacks arguments."""
+    spec = None
+    if isinstance(env, gym.Env):
+        with contextlib.suppress(Exception):  # a property of a user's class may raise anything
+            spec = env.spec
+    if not isinstance(spec, EnvSpec) or spec.entry_point is None:
+        return None, None
+    return spec, next((wrapper for wrapper in spec.additional_wrappers if wrapper.kwargs is None), None)
 
 
 def check_call(source: Source, kwargs: Mapping[str, Any]) -> None:

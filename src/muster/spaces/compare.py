@@ -11,6 +11,14 @@ from gymnasium import spaces
 from muster.spaces.tree import Space
 
 S = TypeVar("S", bound="spaces.Space[Any]")
+# The attributes that make up a space's layout, and those that are its bounds.
+_FIELDS: dict[type[Space], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    spaces.Box: (("shape", "dtype"), ("low", "high")),
+    spaces.Discrete: (("dtype",), ("n", "start")),
+    spaces.MultiDiscrete: (("shape", "dtype"), ("nvec", "start")),
+    spaces.MultiBinary: (("shape", "dtype"), ()),
+    spaces.Text: (("max_length",), ("min_length", "character_set")),
+}
 
 
 class Difference(NamedTuple):
@@ -38,7 +46,7 @@ def first_difference(expected: Space, got: Space, path: str, *, bounds: bool) ->
             return Difference(path, "length", len(expected.spaces), len(got.spaces))
         pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(expected.spaces, got.spaces, strict=True))]
     else:
-        layout, limits = _fields(expected)
+        layout, limits = next((one for kind, one in _FIELDS.items() if isinstance(expected, kind)), ((), ()))
         for field in layout + (limits if bounds else ()):
             a, b = getattr(expected, field), getattr(got, field)
             if not (np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b):
@@ -50,21 +58,6 @@ def first_difference(expected: Space, got: Space, path: str, *, bounds: bool) ->
         if found := first_difference(a, b, child_path, bounds=bounds):
             return found
     return None
-
-
-def _fields(space: Space) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The attributes that make up a space's layout, and those that are its bounds."""
-    if isinstance(space, spaces.Box):
-        return ("shape", "dtype"), ("low", "high")
-    if isinstance(space, spaces.Discrete):
-        return ("dtype",), ("n", "start")
-    if isinstance(space, spaces.MultiDiscrete):
-        return ("shape", "dtype"), ("nvec", "start")
-    if isinstance(space, spaces.MultiBinary):
-        return ("shape", "dtype"), ()
-    if isinstance(space, spaces.Text):
-        return ("max_length",), ("min_length", "character_set")
-    return (), ()
 
 
 def handed_out(space: S) -> S:
