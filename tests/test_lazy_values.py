@@ -85,6 +85,9 @@ USES = {
     "index": lambda value: [1][value],
     "path": os.fspath,
     "array": np.asarray,
+    "format": lambda value: f"{value:>10}",
+    "setting an attribute": lambda value: setattr(value, "speed", 3),
+    "deleting an attribute": lambda value: delattr(value, "speed"),
 }
 
 

@@ -53,35 +53,6 @@ def names_of(extra: str) -> set[str]:
     return {re.split(r"[>=<\[;]", requirement)[0] for requirement in packages_of(extra)}
 
 
-@pytest.mark.parametrize(
-    ("extra", "names"),
-    [
-        ("doctor", {"rich", "psutil"}),
-        ("torch", {"torch", "tensordict", "safetensors"}),
-        (
-            "train",
-            {
-                "rich",
-                "psutil",
-                "torch",
-                "tensordict",
-                "safetensors",
-                "tensorboard",
-                "matplotlib",
-                "opencv-python-headless",
-                "av",
-            },
-        ),
-        ("marl", {"pettingzoo", "mpe2"}),
-        ("sb3", {"stable-baselines3"}),
-        ("torchrl", {"torchrl", "torch", "tensordict", "safetensors"}),
-        ("ray", {"ray", "torch", "tensordict", "safetensors"}),
-    ],
-)
-def test_an_extra_brings_what_its_name_says(extra: str, names: set[str]):
-    assert names_of(extra) == names
-
-
 def test_the_extra_for_melting_pot_and_its_command_bring_the_same():
     assert packages_of("meltingpot") == set(REQUIREMENTS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from muster.hosts.trial import STARTING, TrialOutcome, Trials, pack_for_trials
 from muster.pool.resources import memory_left, usable_cores
 from muster.recipes.recipe import make_recipes
 from muster.vector.side_by_side import SideBySide, play_together, try_side_by_side
-from one_instance import Listening
 from processes import is_alive, is_exiting, left_of, wait_for, wait_for_end
 
 pytestmark = pytest.mark.usefixtures("kept_launchers")
@@ -154,13 +152,6 @@ def test_envs_that_share_an_object_are_run_on_threads_too():
     assert [one.partition(",")[0] for one in options[1:]] == ['backend="serial"', 'backend="thread"']
 
 
-def test_it_goes_through_json(healthy):
-    told = json.loads(json.dumps(healthy.to_dict()))
-    assert told["blocks"] is False
-    assert told["recommendation"]["line"].startswith("envs = muster.make_vec(make_patient, num_envs=")
-    assert {"severity", "topic", "text", "remedy"} == set(told["findings"][0])
-
-
 def test_an_env_that_dies_is_a_finding_and_the_line_restarts_it():
     diagnosis = diagnose(make_patient, env_kwargs={"trait": "segfault"})
     assert "stepping it, the env was killed by SIGSEGV" in text_of(diagnosis, "life", "blocks")
@@ -267,12 +258,6 @@ def test_isolation_is_claimed_only_for_what_a_second_one_broke(alone, pair_stage
     assert ("not known" in finding.text) is (severity == "note")
 
 
-def test_a_trial_that_never_started_is_not_held_against_the_env():
-    (finding,) = about_behaviour(TrialOutcome(stage=STARTING, how="hung for 1 s", hung=True))
-    assert finding.severity == "warns"
-    assert "the env" not in finding.text
-
-
 def test_what_hangs_at_once_is_not_tried_with_every_start_method():
     hung = TrialOutcome(stage="building it", how="hung for 3 s", hung=True)
     assert try_contexts(subject_of("hangs at once"), hung) == {}
@@ -290,14 +275,6 @@ def test_a_shared_object_that_hangs_in_a_fork_is_cut_off():
     subject = Subject(recipe, Trials([recipe], 1.0), "")
     tried, _ = try_lines(candidates(verdict, Measurements()), subject, None, 0.1)
     assert [one.problem for one in tried] == ["building many of it, it hung for 1 s"] * 3
-
-
-@pytest.mark.parametrize(("only_one", "severity"), [(False, "good"), (True, "warns")])
-def test_an_env_that_holds_an_address_meets_itself_in_no_trial(only_one, severity):
-    pair = trials_of(Listening, 2, address=f"muster-test-{os.getpid()}-", only_one=only_one)
-    finding = about_pair(try_side_by_side(pair), None)
-    assert finding.severity == severity
-    assert ("only one may live in a process" in finding.text) == only_one
 
 
 def test_envs_of_one_action_space_do_not_disturb_each_other():
@@ -385,16 +362,6 @@ def test_no_more_envs_are_recommended_than_memory_has_room_for():
     left_bytes, _ = memory_left()
     measured = Measurements(obs_bytes=8, env_bytes=left_bytes // 9, worker_bytes=1000)
     assert all(3 <= one.advice.num_envs <= 4 for one in candidates(verdict, replace(measured, step_mean_s=1e-6)))
-
-
-def test_envs_that_the_caller_steps_are_its_own(monkeypatch):
-    monkeypatch.setattr("muster.doctor.advice.usable_cores", lambda: 2)
-    lines = candidates(Verdict("make_env", {}, 4, travels=True, tried={"forkserver": None}, packs=True), Measurements())
-    assert [dict(one.advice.rows())["envs"] for one in lines] == [
-        "4 on 2 workers, 2 each",
-        "4 on 1 worker and the caller, 2 each",
-        "4, in the caller",
-    ]
 
 
 @pytest.mark.parametrize(

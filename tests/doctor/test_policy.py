@@ -19,18 +19,6 @@ from muster.doctor.targets import judge_target
 
 pytestmark = pytest.mark.usefixtures("kept_launchers")
 
-POLICIES = """
-import threading
-from torch import nn
-
-class Guarded(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 2)
-        self.lock = threading.Lock()
-
-def make_policy():
-    return Guarded()
-"""
 MODULE = """
 import ctypes, os, time
 import gymnasium as gym
@@ -106,19 +94,8 @@ def test_diagnose_reports_it_beside_the_env_and_does_not_call_the_policy():
 @pytest.fixture
 def doctor(tmp_path: Path):
     (tmp_path / "my_game.py").write_text(MODULE)  # without torch, which takes seconds to import
-    (tmp_path / "my_policies.py").write_text(POLICIES)
     command = ["-c", "import muster.cli; muster.cli.main()", "doctor"]
     return lambda *arguments: programs.run(*command, *arguments, cwd=tmp_path, imports=programs.TORCH)
-
-
-@pytest.mark.slow
-def test_the_command_tells_it_to_programs_and_a_policy_that_stays_blocks_nothing(doctor):
-    done = doctor("CartPole-v1", "--policy", "my_policies:make_policy", "--json", "--seconds", "0.2")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["policy"]["copyable"] is False
-    assert told["policy"]["path"] == "policy.lock"
-    assert {finding["severity"] for finding in told["findings"] if finding["topic"] == "policy"} == {"warns"}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -109,14 +108,6 @@ def test_where_everything_is_there_nothing_is_done(tmp_path: Path):
     assert pip.calls == []
 
 
-def test_help_says_what_it_does_and_what_it_needs(pip: FakePip):
-    done = pip.install("--help")
-    assert done.returncode == 0
-    assert "python -m muster.envs.install_meltingpot" in done.stdout
-    assert "glibc 2.35" in done.stdout
-    assert pip.calls == []
-
-
 def test_a_part_that_is_missing_is_installed(monkeypatch: pytest.MonkeyPatch):
     found = {requirement.partition(">")[0]: "9.0" for requirement in REQUIREMENTS} | {"dm-meltingpot": VERSION}
 
@@ -151,18 +142,3 @@ def test_a_machine_that_cannot_have_it_is_told_why(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.endswith(f"{sentence}\n")
-
-
-def test_a_pip_that_was_killed_has_the_exit_status_of_a_shell(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, -9))
-    monkeypatch.setattr(install_meltingpot, "is_complete", lambda: False)
-    monkeypatch.setattr(install_meltingpot, "obstacle_here", lambda: None)
-    assert install_meltingpot.main(["--quiet"]) == 137
-
-
-def test_the_archive_is_one_that_the_build_can_unpack(tmp_path: Path):
-    install_meltingpot.put_empty_assets(tmp_path)
-    (archive,) = tmp_path.iterdir()
-    with tarfile.open(archive, "r|*") as opened:  # as Melting Pot's setup.py opens it
-        opened.extractall(tmp_path / "there", filter="data")
-    assert list((tmp_path / "there" / "assets" / "saved_models").iterdir()) == []

@@ -220,24 +220,6 @@ def test_agents_that_are_shown_one_array_in_turn_each_keep_what_they_saw() -> No
         assert obs["p"]["x"][0].tolist() == [[[0, 0], [0, 1], [0, 2]]]
 
 
-class Tensors(Turns):
-    """Shows all agents one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tensor = pytest.importorskip("torch").zeros(2)
-
-    def observe(self, agent: str) -> Any:
-        self._tensor.numpy()[:] = super().observe(agent)
-        return self._tensor
-
-
-def test_so_do_agents_that_are_shown_one_tensor() -> None:
-    with muster.make_vec(Tensors, 1, backend="serial") as envs:
-        obs, _ = envs.reset(seed=0)
-        assert obs["p"].tolist() == [[[0, 0], [0, 1], [0, 2]]]
-
-
 class HalfBlind(Turns):
     def observe(self, agent: str) -> Any:
         return None if agent == "p_1" else super().observe(agent)

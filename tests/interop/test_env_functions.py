@@ -43,15 +43,6 @@ def test_make_vec_env_builds_envs_by_any_class(cls):
         assert [envs.step(ACTIONS)[0][:, 0].tolist() for _ in ROWS] == ROWS
 
 
-@pytest.mark.slow  # the trial's processes import SB3
-def test_their_envs_have_the_names_that_the_user_knows(capfd):
-    options = {"vec_env_cls": by_make_vec, "vec_env_kwargs": {"num_workers": "auto"}}
-    make_vec_env(ClassVariable, 3, **options).close()
-    said = capfd.readouterr().err
-    assert "3 envs of one_instance.ClassVariable in 3 processes" in said
-    assert "FromArguments" not in said
-
-
 def test_their_remedies_are_those_of_both_calls():
     with pytest.raises(CannotTravel) as caught:
         make_vec_env(ClassVariable, 2, env_kwargs={"library": threading.Lock()}, vec_env_cls=by_make_vec)

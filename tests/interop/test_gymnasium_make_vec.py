@@ -7,7 +7,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import zmq
-from gymnasium import VectorizeMode
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector.async_vector_env import AsyncVectorEnv as TheirAsyncVectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
@@ -98,13 +97,6 @@ def test_the_spec_makes_the_same_again(mode):
     for others in rows[1:]:
         for ours, expected in zip(others, rows[0], strict=True):
             np.testing.assert_array_equal(ours, expected)
-
-
-def test_workers_are_as_many_as_asked_for():
-    for count, expected in ((None, 3), (2, 2)):
-        envs = make_vec("Pendulum-v1", 3, VectorizeMode.ASYNC, {"num_workers": count})
-        assert len(envs.stats()["workers"]) == expected
-        envs.close()
 
 
 @pytest.mark.parametrize("mode", [ASYNC, *slow(SYNC)])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-import math
-import pickle
 import secrets
 import threading
 
@@ -138,37 +135,6 @@ def test_one_that_arrives_in_an_object_says_so_where_it_is_used(caplog):
         envs.reset()
     envs.close()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-def set_attribute(one):
-    one.speed = 3
-
-
-def delete_attribute(one):
-    del one.speed
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        *(lambda one: one % 2, lambda one: 2 % one, lambda one: one**2, lambda one: one // 2, lambda one: one & 1),
-        *(lambda one: one | 1, lambda one: one ^ 1, lambda one: one @ one, lambda one: one << 1, lambda one: one >> 1),
-        *(abs, round, bytes, next, reversed, complex, math.floor, math.trunc, lambda one: ~one, lambda one: +one),
-        *(lambda one: divmod(one, 2), lambda one: f"{one:>10}", lambda one: one.speed, set_attribute, delete_attribute),
-    ],
-)
-def test_every_use_of_one_that_is_not_built_says_so(use):
-    with pytest.raises(NotBuilt, match="has not been built"):
-        use(muster.lazy(int, 3))
-
-
-def test_one_that_is_not_built_can_be_kept_compared_copied_and_shown():
-    one = muster.lazy(int, "3")
-    assert one != 3
-    assert one in {one: 1}
-    assert f"{one}" == str(one) == "muster.lazy(int, '3')"
-    for copied in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
-        assert (copied.fn, copied.args, copied.kwargs) == (int, ("3",), {})
 
 
 def test_functions_for_other_vector_envs_know_a_number_that_no_other_env_has(monkeypatch):

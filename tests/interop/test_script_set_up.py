@@ -17,7 +17,7 @@ for package in ("stable_baselines3", "torchrl"):
 
 from muster.interop.gymnasium import AsyncVectorEnv, SyncVectorEnv  # noqa: E402
 from muster.interop.gymnasium import make_vec as gymnasiums_make_vec  # noqa: E402
-from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv, make_vec_env  # noqa: E402
+from muster.interop.sb3 import DummyVecEnv, SubprocVecEnv  # noqa: E402
 from muster.interop.torchrl import ParallelEnv  # noqa: E402
 from muster.pool.set_up import NO_INIT, choose_init_of_drop_in  # noqa: E402
 
@@ -76,14 +76,6 @@ def sb3(robotlib: types.ModuleType, **options: Any) -> Any:
         envs.close()
 
 
-def sb3s_make_vec_env(robotlib: types.ModuleType, **options: Any) -> Any:
-    envs = make_vec_env(robotlib.Arm, 2, vec_env_cls=SubprocVecEnv, vec_env_kwargs=options)
-    try:
-        return envs.reset().ravel().tolist()
-    finally:
-        envs.close()
-
-
 def gymnasiums(robotlib: types.ModuleType, **options: Any) -> Any:
     envs = AsyncVectorEnv([robotlib.Arm] * 2, **options)
     try:
@@ -110,7 +102,7 @@ def torchrls(robotlib: types.ModuleType, **options: Any) -> Any:
 
 DROP_INS = [
     *(sb3, gymnasiums, gymnasiums_by_id),
-    *(pytest.param(start, marks=pytest.mark.slow) for start in (sb3s_make_vec_env, torchrls)),  # they import torch
+    pytest.param(torchrls, marks=pytest.mark.slow),  # it imports torch
 ]
 
 
@@ -131,11 +123,6 @@ def test_workers_run_the_script_where_it_assigns_into_a_module(start: Start, rob
 @pytest.mark.parametrize("start", DROP_INS[2:], ids=lambda start: start.__name__)
 def test_a_function_takes_the_place_of_the_script(start: Start, robotlib: types.ModuleType) -> None:
     assert start(robotlib, worker_init=robotlib.prepare) == [6.0, 6.0]
-
-
-@pytest.mark.slow
-def test_so_they_do_where_a_trial_runs_first(robotlib: types.ModuleType) -> None:
-    assert sb3(robotlib, num_workers="auto") == [5.0, 5.0]
 
 
 CALL = "import robotlib\nrobotlib.register('arm', 5)\nif __name__ == '__main__': pass"
@@ -196,8 +183,3 @@ def test_a_script_without_a_guard_is_warned_of(robotlib: types.ModuleType) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert gymnasiums(robotlib, worker_init=robotlib.prepare) == [6.0, 6.0]
-
-
-def test_a_custom_worker_of_gymnasium_takes_no_function(robotlib: types.ModuleType) -> None:
-    with pytest.raises(TypeError, match="which has no worker_init"):
-        AsyncVectorEnv([robotlib.Arm], worker=print, worker_init=robotlib.prepare)

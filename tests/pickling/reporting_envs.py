@@ -6,7 +6,6 @@ import multiprocessing
 
 import gymnasium as gym
 import numpy as np
-import zmq
 
 import muster
 
@@ -60,21 +59,6 @@ class PutsAtClose(Reporting):
 
 def send_through_the_last(env, index):
     env.unwrapped.others[-1].send("hello")
-
-
-class Connecting(Reporting):
-    def __init__(self, context):
-        super().__init__()
-        self.context = context
-
-    def reset(self, *, seed=None, options=None):
-        super().reset()
-        with self.context.socket(zmq.PAIR) as here, self.context.socket(zmq.PAIR) as there:
-            here.bind(f"inproc://{self.index}")
-            there.connect(f"inproc://{self.index}")
-            there.send(b"3")
-            self.sum = float(here.recv())
-        return self._obs(), {}
 
 
 def making_its_own():

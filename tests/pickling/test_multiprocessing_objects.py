@@ -20,8 +20,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-import zmq
-from reporting_envs import Connecting, PutsAtClose, Reporting, making_its_own, send_through_the_last
+from reporting_envs import PutsAtClose, Reporting, making_its_own, send_through_the_last
 
 import muster
 from muster.pickling import find_shared
@@ -328,10 +327,3 @@ def test_under_fork_a_used_queue_works(recwarn):
         envs.step(np.array([1, 2]))
     assert sorted(map(str, (queue.get(timeout=5) for _ in range(3)))) == ["(0, 1.0)", "(1, 2.0)", "mine"]
     assert [str(one.message) for one in recwarn] == []
-
-
-def test_a_zeromq_context_without_sockets_may_be_forked():
-    context = zmq.Context()
-    with muster.make_vec(Connecting, 2, num_workers=2, env_kwargs={"context": context}, context="fork") as envs:
-        assert envs.reset()[0][:, 1].tolist() == [3.0, 3.0]
-    context.term()

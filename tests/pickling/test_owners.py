@@ -107,14 +107,6 @@ def test_what_owns_threads_or_processes_is_not_sent(make: Callable[[], Any]) -> 
         close(thing)
 
 
-def test_what_is_new_or_a_standard_stream_works_in_forked_workers(capfd: Any) -> None:
-    kinds = [lambda: concurrent.futures.ThreadPoolExecutor(1), lambda: threading.Thread(target=int)]
-    things = [{"thing": make()} for make in (*kinds, MAKERS["StreamHandler"])]
-    with muster.make_vec(Holder, len(things), num_workers=2, env_kwargs=things, context="fork") as envs:
-        assert envs.reset()[0][:, 0].tolist() == [4.0] * len(things)
-    assert capfd.readouterr().err == "from a worker\n"
-
-
 def test_what_is_built_instead_works() -> None:
     names = ["Pool", "ThreadPool", "used ThreadPoolExecutor", "used ProcessPoolExecutor"]
     things = [MAKERS[name]() for name in names]

@@ -234,14 +234,6 @@ def test_what_no_assignment_reaches_becomes_an_argument_of_the_env(value):
     assert remedy(value) == Remedy(AN_ARGUMENT.format("lock", "the env"), f'env_kwargs["lock"] = {LOCK}')
 
 
-def test_where_nothing_is_known_that_builds_it_words_say_what_to_do():
-    function = "muster.lazy(function), with a function of a module that builds it"
-    assert remedy((threading.Thread(),)) == Remedy(f"{AN_ARGUMENT.format('thread', 'the env')} as {function}", "")
-    assert remedy(threading.Thread()) == Remedy(
-        f'Build it in the worker instead: set env_kwargs["x"] to {function}', ""
-    )
-
-
 SCRIPT = """
 import threading
 from muster.pickling import find_culprits
@@ -295,12 +287,6 @@ def test_no_private_name_is_offered(make):
     assert found.code == ""
 
 
-def test_an_object_that_hangs_is_named_in_time():
-    message = refusal({"deep": [1, HangsInGetstate()]})
-    assert 'env_kwargs["x"]["deep"][1]' in message
-    assert "HangsInGetstate: pickling it hangs" in message
-
-
 def test_find_culprits_is_bounded_and_finds_what_stands_behind_a_hanging_object():
     started = time.monotonic()
     culprits = find_culprits([HangsInGetstate(), threading.Lock()], "env")
@@ -315,15 +301,6 @@ def test_what_travels_has_no_culprits():
 
 
 # Paths
-
-
-def test_path_through_a_closure():
-    server = Server(zmq.Context())
-    culprit = only(find_culprits(lambda: make_env(server=server)))
-    assert culprit.path == "factory.<closure>.server._context"
-    assert culprit.type == "zmq.sugar.context.Context"
-    assert culprit.severity == "blocks"
-    server._context.term()
 
 
 class Trainer:
@@ -502,11 +479,6 @@ def test_what_only_a_getstate_or_reduce_returns_is_told_by_who_returns_it(make, 
     assert found.startswith(f"  {path}: test_pickling.")
     assert "what its __reduce__ or __getstate__ returns holds a _thread.lock: a lock works only within" in found
     assert code in message
-
-
-def test_all_that_a_getstate_hides_is_found():
-    value = [Hidden(), threading.Lock(), Reducing()]
-    assert [one.path for one in find_culprits(value, "env")] == ["env[0]", "env[1]", "env[2]"]
 
 
 @pytest.mark.parametrize("hidden", [itertools.cycle, iter, dict.fromkeys, lambda values: map(print, values)])

@@ -20,7 +20,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from muster.errors import CannotTravel, RecipeError
 from muster.lazy_values import lazy
-from muster.recipes.recipe import make_recipes, pack, unpack
+from muster.recipes.recipe import make_recipes, pack
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of a newer way to make envs
@@ -296,12 +296,6 @@ def test_foreign_ids_are_resolved_by_who_can():
 # Factories, lists, arguments
 
 
-@pytest.mark.parametrize("factory", [make_cartpole, CartPoleEnv, functools.partial(gym.make, "CartPole-v1")])
-def test_factories_build_a_new_env_each(factory):
-    envs = [built(recipe) for recipe in make_recipes(factory, 2)]
-    assert envs[0].unwrapped is not envs[1].unwrapped
-
-
 def test_list_gives_one_env_each_of_any_form():
     recipes = make_recipes(["CartPole-v1", gym.spec("Acrobot-v1"), make_cartpole, CartPoleEnv])
     assert [r.name for r in recipes][:2] == ["CartPole-v1", "Acrobot-v1"]
@@ -312,28 +306,6 @@ def test_list_gives_one_env_each_of_any_form():
         "CartPoleEnv",
         "CartPoleEnv",
     ]
-
-
-@pytest.mark.parametrize(
-    ("env", "num_envs", "message"),
-    [
-        ([make_cartpole] * 3, 4, "num_envs=4, but env is a list of 3"),
-        ([], None, "empty list"),
-        ("CartPole-v1", 0, "at least 1"),
-        ("CartPole-v1", -2, "at least 1"),
-        ("CartPole-v1", 2.0, "whole number"),
-        ("CartPole-v1", True, "whole number"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_value_errors(env, num_envs, message):
-    with pytest.raises(ValueError, match=message):
-        make_recipes(env, num_envs)
-
-
-@pytest.mark.parametrize("env", [None, 5, {"id": "CartPole-v1"}, (make_cartpole for _ in range(2)), b"CartPole-v1"])
-def test_what_is_no_recipe_is_told(env):
-    with pytest.raises(RecipeError, match=r"must be an env id, a gymnasium EnvSpec or a callable"):
-        make_recipes(env, 2)
 
 
 def test_a_module_that_makes_envs_is_told_what_to_hand_over():
@@ -428,11 +400,6 @@ def test_lazy_values_are_built_per_env_and_released_with_it():
     assert first.env.kwargs["context"].closed
     assert not second.env.kwargs["context"].closed
     second.release(5.0)
-
-
-def test_lazy_values_in_a_partial_are_built():
-    built_env = make_recipes(functools.partial(make_env, list=lazy(list)))[0].build()
-    assert built_env.env.kwargs == {"list": []}
 
 
 def test_what_was_built_is_released_if_the_env_is_not():
@@ -549,13 +516,6 @@ def test_a_factory_that_returns_the_same_env_again_is_refused_when_built():
 
 
 # Travelling (what cannot travel: test_pickling.py)
-
-
-def test_packed_recipes_build_the_same_env():
-    recipes = make_recipes(make_env, 2, [{"a": 1}, {"a": lazy(int, 2)}])
-    again = unpack(pack(recipes, start_method="spawn"))
-    assert [r.name for r in again] == [r.name for r in recipes]
-    assert [built(r).kwargs for r in again] == [{"a": 1}, {"a": 2}]
 
 
 def test_every_argument_is_named_where_it_stands():

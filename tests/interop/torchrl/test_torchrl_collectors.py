@@ -184,31 +184,26 @@ def test_a_buffer_that_cannot_be_shared_is_refused_as_torchrl_does(monkeypatch):
         ours.MultiSyncCollector([counting], frames_per_batch=4, total_frames=8, replay_buffer=buffer)
 
 
+def wait_until_written(buffer, count):
+    for _ in range(1000):
+        if buffer.write_count >= count:
+            return
+        time.sleep(0.01)
+    raise AssertionError
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_free_runs_pause_go_on_and_take_messages(name):
     buffer = ReplayBuffer(storage=LazyTensorStorage(50_000), batch_size=4)
     collector = getattr(ours, name)([counting] * 2, frames_per_batch=16, total_frames=-1, replay_buffer=buffer)
-
-    def fills(count):
-        return all(pause.wait(0.01) or buffer.write_count >= count for _ in range(1000)) or buffer.write_count >= count
-
-    pause = threading.Event()
     collector.start()
     try:
-        for _ in range(500):
-            pause.wait(0.01)
-            if buffer.write_count >= 32:
-                break
-        assert buffer.write_count >= 32
+        wait_until_written(buffer, 32)
         with collector.pause():
             count = buffer.write_count
             assert collector.get_distant_attr("replay_buffer.write_count") == [count] * 2
         assert set(collector.state_dict()) >= {"worker0", "worker1"}  # while they run
-        for _ in range(500):
-            pause.wait(0.01)
-            if buffer.write_count > count:
-                break
-        assert buffer.write_count > count
+        wait_until_written(buffer, count + 1)
     finally:
         collector.shutdown()
 
@@ -223,12 +218,7 @@ def test_a_forked_child_that_drops_a_collector_leaves_its_free_run_alone():
             gc.collect()
             os._exit(0)
         os.waitpid(child, 0)
-        count = buffer.write_count
-        for _ in range(1000):
-            time.sleep(0.01)
-            if buffer.write_count > count + 64:
-                break
-        assert buffer.write_count > count + 64
+        wait_until_written(buffer, buffer.write_count + 65)
     finally:
         collector.shutdown()
 
@@ -479,25 +469,9 @@ def test_arguments_are_torchrls(name):
 def test_every_method_of_torchrls_multi_collectors_that_speaks_to_workers_is_known():
     known = {
         *("_run_processes", "start", "pause", "_install_profile_hooks", "_uninstall_profile_hooks", "_set_worker_attr"),
-        *(
-            "map_fn",
-            "get_distant_attr",
-            "stats",
-            "_shutdown_main",
-            "set_seed",
-            "reset",
-            "state_dict",
-            "load_state_dict",
-        ),
-        *(
-            "_recv_and_check",
-            "getattr_policy",
-            "getattr_env",
-            "iterator",
-            "_get_from_queue",
-            "__init__",
-            "_setup_preemptive_threshold",
-        ),
+        *("map_fn", "get_distant_attr", "stats", "_shutdown_main", "set_seed", "reset", "state_dict"),
+        *("load_state_dict", "_recv_and_check", "getattr_policy", "getattr_env", "iterator", "_get_from_queue"),
+        *("__init__", "_setup_preemptive_threshold"),
     }
     for kind in (theirs.MultiCollector, theirs.MultiSyncCollector, theirs.MultiAsyncCollector):
         for name, member in vars(kind).items():

@@ -60,14 +60,6 @@ def test_a_rollout_chains_steps_and_keeps_final_observations(mode):
     assert not rollout["next", "terminated"].any()
 
 
-@MODES
-def test_envs_end_independently(mode):
-    lengths = [partial(Counter, 1), partial(Counter, 3)]
-    envs = as_torchrl(muster.make_vec(lengths, backend="serial", autoreset_mode=mode))
-    rollout = envs.rollout(4, break_when_any_done=False)
-    assert rollout["next", "observation"][..., 0].tolist() == [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 1.0]]
-
-
 @pytest.mark.parametrize("static_seed", [False, True])
 def test_seeds_give_torchrls_data(static_seed):
     def leaning(observation):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import os
 import signal
@@ -27,7 +28,7 @@ from tensordict import TensorDict, TensorDictBase  # noqa: E402
 from torchrl.data import Bounded, Composite, Unbounded  # noqa: E402
 from torchrl.envs import CatFrames, EnvBase, RewardSum, StepCounter, Transform, TransformedEnv  # noqa: E402
 
-from muster.errors import EnvError, SpecMismatch, WorkerDied  # noqa: E402
+from muster.errors import ClosedError, EnvError, SpecMismatch, WorkerDied  # noqa: E402
 from muster.interop.torchrl import ParallelEnv  # noqa: E402
 from slow import slow  # noqa: E402
 
@@ -198,6 +199,38 @@ def test_a_worker_that_ends_is_explained_and_nothing_stays(name: str, at: int, m
     with pytest.raises(WorkerDied, match=rf"^worker 1 \(env 1\) died: {words}"):
         env.rollout(4)
     env.close(raise_if_closed=False)
+    assert not any(map(is_alive, pids))
+
+
+def test_after_a_death_a_reset_begins_anew_once_it_is_closed():
+    env = two(ends_by(ENDS["killed"][0]))
+    with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+        env.rollout(2)
+    with pytest.raises(ClosedError):
+        env.reset()
+    env.close()
+    assert env.reset().batch_size == (2,)  # by new processes
+    env.close()
+
+
+def test_ctrl_c_leaves_an_env_that_can_be_reset():
+    def interrupted(rows: Any) -> Any:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(0.3)
+        return rows
+
+    env = two(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        env.rollout(4)
+    assert env.reset()["position"].eq(0).all()
+    env.close()
+
+
+def test_who_is_forgotten_leaves_nothing():
+    env = two(None)
+    pids = [worker["pid"] for worker in env.vector_env.stats()["workers"]]
+    del env
+    gc.collect()
     assert not any(map(is_alive, pids))
 
 

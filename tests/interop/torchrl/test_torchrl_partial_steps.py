@@ -71,16 +71,6 @@ def test_several_actions_at_once_end_with_the_episode(mode):
 
 
 @MODES
-def test_conditional_skips(mode):
-    rollouts = []
-    for envs in (ours(mode), torchrls()):
-        skipping = TransformedEnv(envs, ConditionalSkip(lambda state: torch.arange(3) == state["observation"][2, 0]))
-        rollouts.append(skipping.rollout(8, break_when_any_done=False).exclude("action"))
-    assert_same(*rollouts)
-    assert rollouts[0]["next", "observation"][0, :4, 0].tolist() == [0.0, 1.0, 2.0, 1.0]
-
-
-@MODES
 def test_whoever_steps_and_is_reset_when_shows_what_it_does_with_torchrl(mode):
     torch.manual_seed(0)
     pair = ours(mode), torchrls()

@@ -6,7 +6,6 @@ import ast
 import inspect
 import os
 import re
-import textwrap
 import types
 import warnings
 from pathlib import Path
@@ -157,24 +156,6 @@ def test_no_other_private_name_of_torchrls_is_touched():
     theirs = set(re.findall(r"\b_[a-z]\w+", sources()))
     touched = {file.name: private_names_used(file.read_text()) & theirs for file in FOLDER.glob("*.py")}
     assert {name: more for name, used in touched.items() if (more := used - LISTED - DOCUMENTED)} == {}
-
-
-def test_the_check_of_other_private_names_finds_them():
-    code = """
-        from torchrl.envs.common import _EnvWrapper
-        from torchrl.envs import EnvBase as Base
-
-        class Own:
-            def __init__(self):
-                self._env = None
-
-        class Derived(Base):
-            def _create_td(self):
-                self._use_buffers, own = True, Own()._env
-                return getattr(self, "_events")
-    """
-    expected = {"_create_td", "_use_buffers", "_events"}
-    assert private_names_used(textwrap.dedent(code)) == expected
 
 
 # ---- other releases

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import multiprocessing
 import os
 import pickle
 from collections import Counter
@@ -31,6 +33,7 @@ from torchrl.testing.mocking_classes import (  # noqa: E402
     NestedCountingEnv,
 )
 
+import muster.interop.torchrl  # noqa: E402
 from muster.errors import NotEnoughMemory  # noqa: E402
 from muster.interop.torchrl import ParallelEnv  # noqa: E402
 from muster.pool import resources  # noqa: E402
@@ -192,6 +195,36 @@ def test_rows_are_those_of_torchrls_envs(name: str):
         assert_same(mine, other, (i,))
 
 
+class HandingOn(Camera):
+    """Its step hands on what it got, under other keys, and leaves out the flag that TorchRL adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("last", "before"):
+            self.observation_spec[name] = Unbounded((3,))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return super()._reset().update({"last": self.position * 0, "before": self.position * 0})
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        handed = {"last": tensordict["position"], "before": tensordict["last"]}
+        return super()._step(tensordict).exclude("terminated").update(handed)
+
+
+def test_what_an_env_hands_on_of_its_input_is_what_it_got():
+    env = ParallelEnv(2, HandingOn, mp_start_method="fork")
+    data, seen = env.reset(), []
+    for _ in range(4):
+        seen.append(data["position"].clone())
+        data["action"] = torch.ones(2, 3)
+        stepped, data = env.step_and_maybe_reset(data)
+        for key, expected in (("last", seen[-1]), ("before", seen[-2] if len(seen) > 1 else seen[-1] * 0)):
+            assert (stepped["next", key] == expected).all()
+            assert (data[key] == expected).all()
+        assert (stepped["next", "terminated"] == stepped["next", "done"]).all()
+    env.close()
+
+
 @pytest.mark.parametrize("norm", [VecNorm, VecNormV2])
 def test_workers_share_the_statistics_of_a_creator(norm: type):
     rollouts = []
@@ -305,3 +338,40 @@ def test_envs_that_will_not_fit_into_memory_are_refused_before_they_are_built(tm
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.warns(ResourceWarning, match="will not fit into memory"):
         ParallelEnv(5, partial(Big, tmp_path), mp_start_method="fork", memory_check="warn").close()
+
+
+class Starting(Camera):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start_method = multiprocessing.get_start_method(allow_none=True)
+
+
+def choose_fork() -> None:
+    multiprocessing.set_start_method("fork", force=True)
+
+
+@pytest.mark.parametrize(("init", "expected"), [(None, "spawn"), (choose_fork, "fork")])
+def test_the_start_method_in_fresh_workers_is_torchrls_unless_worker_init_forces_one(
+    init: Any, expected: str, capfd: Any
+):
+    # TorchRL is imported before workers are forked from what has imported it, and chooses one then.
+    env = ParallelEnv(1, Starting, mp_start_method="forkserver", worker_init=init)
+    env.reset()
+    assert env.vector_env.call("start_method") == (expected,)
+    env.close()
+    assert "without preloaded modules" not in capfd.readouterr().err
+
+
+def test_every_argument_of_torchrls_is_taken():
+    theirs = inspect.signature(TheirParallelEnv.__init__).parameters
+    ours = inspect.signature(ParallelEnv.__init__).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert all(ours[name].default == theirs[name].default for name in theirs)
+    options = {"daemon": True, "consolidate": False, "non_blocking": True, "auto_wrap_envs": False}
+    env = ParallelEnv(1, Camera, mp_start_method="fork", shared_memory=False, memmap=True, device="cpu", **options)
+    assert env.rollout(2).device == torch.device("cpu")
+    env.close()
+    with pytest.raises(ValueError, match="pin_memory"):
+        ParallelEnv(1, Camera, pin_memory=True)
+    assert isinstance(ParallelEnv(1, Camera, serial_for_single=True, num_processes=1), SerialEnv)
+    assert muster.interop.torchrl.SerialEnv is SerialEnv
