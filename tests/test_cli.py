@@ -72,14 +72,6 @@ def test_runs_without_a_folder_get_one_in_runs(tmp_path: Path, monkeypatch: pyte
     assert len(read_metrics(run)) == 1
 
 
-def test_a_run_too_short_for_an_episode_says_so(tmp_path: Path):
-    arguments = ("--total-steps", "1", "--num-envs", "2", "--run-dir", str(tmp_path))
-    result = muster("train", "Acrobot-v1", *arguments)
-    assert result.exit_code == 0, result.output
-    assert "none yet" in result.output
-    assert (tmp_path / "learning_curve.png").exists()  # it says that no episode has ended
-
-
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
@@ -99,14 +91,6 @@ def test_what_cannot_be_trained_leaves_no_folder(
     assert result.exit_code == exit_code
     assert message in result.stderr
     assert not run.exists()
-
-
-def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path):
-    (tmp_path / "metrics.csv").write_text("precious")
-    result = muster("train", "CartPole-v1", "--run-dir", str(tmp_path))
-    assert result.exit_code == 1
-    assert "already holds a run" in result.output
-    assert (tmp_path / "metrics.csv").read_text() == "precious"
 
 
 def test_what_was_reached_is_kept_when_the_env_fails(tmp_path: Path):

@@ -57,8 +57,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_wheel_ships_the_core_and_not_its_sources(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+def test_wheel_ships_the_core_and_not_its_sources_and_requires_three_packages(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (path,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        requires = Parser().parsestr(archive.read(path).decode()).get_all("Requires-Dist", [])
+    required = sorted(line.split(">")[0] for line in requires if "extra ==" not in line)
+    assert required == ["cloudpickle", "gymnasium", "numpy"]
     suffix = sysconfig.get_config_var("EXT_SUFFIX") if sys.version_info < (3, 12) else ".abi3.so"
     assert f"muster/_core{suffix}" in names
     assert "muster/py.typed" in names
@@ -79,15 +84,6 @@ def test_other_systems_are_told_in_one_sentence_where_muster_runs(platform: str,
     assert "Traceback" not in done.stderr
     (line,) = (done.stdout + done.stderr).splitlines()
     assert line == "Muster runs on Linux only: install it in WSL 2 on Windows, in a Linux container on macOS."
-
-
-@pytest.mark.slow
-def test_wheel_requires_three_packages(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (path,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        metadata = Parser().parsestr(archive.read(path).decode())
-    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert sorted(line.split(">")[0] for line in required) == ["cloudpickle", "gymnasium", "numpy"]
 
 
 @pytest.mark.slow

@@ -106,18 +106,10 @@ def test_mistakes_are_told_without_a_traceback(doctor, arguments, status, words)
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["CartPohl-v1"], 1, "CartPohl"),
-        (["CartPole-v1", "--kwargs", "[1]"], 2, "must be a dict, in JSON"),
-        (["CartPole-v1", "--kwargs", "{size}"], 2, "must be a dict, in JSON"),
-    ],
-)
-def test_mistakes_in_what_is_no_module_are_told_at_once(arguments, status, words):
-    done = muster("doctor", *arguments)
-    assert done.exit_code == status
-    assert words in " ".join(done.stderr.replace("│", " ").split())
+def test_a_mistake_in_what_is_no_module_is_told_at_once():
+    done = muster("doctor", "CartPohl-v1")
+    assert done.exit_code == 1
+    assert "CartPohl" in done.stderr
 
 
 def test_an_env_that_interrupts_is_a_finding_and_what_it_prints_no_part_of_the_report(doctor):

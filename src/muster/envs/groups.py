@@ -86,21 +86,16 @@ def _split(
         kinds: list[list[Agent]] = []
         for agent in members:
             pair = observation_spaces[agent], action_spaces[agent]
-            for kind in kinds:
-                if (observation_spaces[kind[0]], action_spaces[kind[0]]) == pair:
-                    kind.append(agent)
-                    break
+            alike = (kind for kind in kinds if (observation_spaces[kind[0]], action_spaces[kind[0]]) == pair)
+            if (kind := next(alike, None)) is not None:
+                kind.append(agent)
             else:
                 kinds.append([agent])
-        if len(kinds) == 1:
-            split[name] = members
-            continue
         counts = itertools.count(1)
         suffixes = itertools.chain.from_iterable(itertools.product(ascii_lowercase, repeat=count) for count in counts)
         names = (f"{name}_{''.join(letters)}" for letters in suffixes)
         free = (one for one in names if one not in groups)
-        for kind in kinds:
-            split[next(free)] = kind
+        split.update({name: members} if len(kinds) == 1 else zip(free, kinds, strict=False))
     return split
 
 
