@@ -89,14 +89,6 @@ def test_the_declaration_is_seen_through_wrappers(library):
         assert len(pids(envs)) == 3
 
 
-def test_the_caller_may_be_one_of_the_processes(library, in_child):
-    def run():
-        with muster.make_vec(DeclaredSimulator, 4, env_kwargs={"library": library}, caller_steps=True) as envs:
-            return positions(envs), len(pids(envs)), os.getpid() in pids(envs)
-
-    assert in_child(run) == "([[0.0, 1.0, 2.0, 1.0], [0.0, 2.0, 4.0, 2.0]], 4, True)"
-
-
 def test_a_declaration_that_contradicts_a_number_of_workers_is_an_error(library, in_child):
     def run():
         muster.make_vec(DeclaredSimulator, 4, env_kwargs={"library": library}, num_workers=2)
@@ -106,9 +98,10 @@ def test_a_declaration_that_contradicts_a_number_of_workers_is_an_error(library,
     assert "own: one_env_per_process=True without num_workers." in said
 
 
-def test_serial_refuses_a_second_env_before_it_is_built(library, in_child):
+@pytest.mark.parametrize("backend", ["serial", "thread"])
+def test_a_second_env_of_a_process_is_refused_before_it_is_built(library, in_child, backend):
     def run():
-        muster.make_vec(DeclaredSimulator, 2, backend="serial", env_kwargs={"library": library})
+        muster.make_vec(DeclaredSimulator, 2, backend=backend, env_kwargs={"library": library})
 
     assert in_child(run).startswith("OneEnvPerProcess: DeclaredSimulator declares")
 

@@ -7,18 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 
 import muster
 import programs
 from muster.backends.process import ENV_PRELOADS
-from muster.errors import CannotTravel
 from muster.pool import launcher_client
 from processes import kill_worker
 from sample_envs import Counter, Reporting
@@ -109,7 +106,7 @@ def test_the_callers_generators_are_left_alone() -> None:
     random.seed(5)
     np.random.seed(5)  # noqa: NPY002  # as above
     expected = random.Random(5).random(), np.random.RandomState(5).random_sample()  # as above
-    for options in ({"backend": "serial"}, {"context": "fork"}):
+    for options in ({"backend": "serial"}, {"backend": "thread"}, {"context": "fork"}):
         with muster.make_vec([Reporting] * 2, **options) as envs:
             envs.reset(seed=3)
             envs.step(np.zeros(2, int))
@@ -148,85 +145,6 @@ def test_workers_can_start_processes_of_their_own(context: str) -> None:
     with muster.make_vec([WithChild], context=context) as envs:
         assert envs.get_attr("said") == ("hello\n",)
         assert envs.get_attr("from_child")[0] == envs.stats()["workers"][0]["pid"]
-
-
-def test_a_forked_child_of_the_caller_does_not_touch_its_workers() -> None:
-    with muster.make_vec([Counter] * 2, num_workers=2) as envs:
-        envs.reset(seed=0)
-        pid = os.fork()
-        if not pid:
-            code = 1
-            try:
-                envs.step(np.zeros(2, int))
-            except muster.MusterError:
-                envs.close()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert envs.step(np.zeros(2, int))[0][:, 2].tolist() == [1, 1]
-
-
-def test_vector_envs_made_under_fork_inherit_nothing_from_each_other() -> None:
-    with muster.make_vec([Counter], context="fork") as one, muster.make_vec([Counter], context="fork") as two:
-        alone, beside = (envs.stats()["workers"][0]["fds"] for envs in (one, two))
-        assert alone == beside
-        one.close()
-        assert two.reset(seed=4)[0].tolist() == [[4, 1, 0]]
-
-
-def test_no_env_is_built_in_the_caller() -> None:
-    built: list[int] = []
-
-    def factory() -> gym.Env[Any, Any]:
-        built.append(os.getpid())
-        return Counter()
-
-    with muster.make_vec([factory] * 2, context="fork"):
-        assert built == []
-
-
-def test_a_vector_env_outlives_the_thread_that_made_it() -> None:
-    import threading
-
-    made: list[muster.VectorEnv] = []
-    for context in ("fork", "forkserver"):
-        thread = threading.Thread(
-            target=lambda context=context: made.append(muster.make_vec([Counter], context=context))
-        )
-        thread.start()
-        thread.join()
-    for envs in made:
-        assert envs.reset(seed=1)[0].tolist() == [[1, 1, 0]]
-        assert envs.step(np.zeros(1, int))[0].tolist() == [[1, 1, 1]]
-        envs.close()
-
-
-def test_results_that_cannot_travel_cost_only_themselves() -> None:
-    class Holder(Counter):
-        def lock(self) -> Any:
-            import threading
-
-            return threading.Lock()
-
-    with muster.make_vec([Holder] * 2, context="fork") as envs:
-        with pytest.raises(muster.MusterError, match="lock cannot be sent from the worker"):
-            envs.call("lock")
-        assert envs.get_attr("length") == (4, 4)
-
-
-def test_an_info_that_cannot_travel_leaves_the_other_envs_rows() -> None:
-    class Locked(Counter):
-        def step(self, action: Any) -> Any:
-            info = {"lock": threading.Lock()} if action else {}
-            return (*super().step(action)[:4], info)
-
-    with muster.make_vec([Locked] * 3, num_workers=2, context="fork") as envs:
-        envs.reset(seed=0)
-        with pytest.raises(CannotTravel, match=r"""env 1: info\['lock'\].* cannot be sent""") as caught:
-            envs.step([0, 1, 0])
-        assert caught.value.batch.env_ids.tolist() == [0, 2]
-        assert envs.step([0, 0, 0])[1].tolist() == [2, 2, 2]
 
 
 def test_who_uses_a_launcher_gets_no_answer_to_a_start_that_ctrl_c_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

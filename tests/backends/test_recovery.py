@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -18,38 +17,22 @@ import numpy as np
 import pytest
 
 import muster
+from envs import Scripted
 from muster.errors import ClosedError, WorkerDied, WorkerError, WorkerTimeout
 from processes import kill_worker, parent_of, wait_for_end
-from slow import slow
 
 ACTIONS = np.zeros(4, np.int64)
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
-class Env(gym.Env[Any, Any]):
-    """Observes ``[env_index, episode, step, draw]``; an episode has ten steps. Action 1 dies, 2 raises, 3 is slow.
+class Env(Scripted):
+    """An episode has ten steps. Action 1 dies, 2 raises, 3 is slow, 4 stops its process."""
 
-    The infos' layout depends on the episode: what a lost worker said of its layouts must be forgotten with it.
-    """
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
     action_space = gym.spaces.Discrete(5)
     slow_s = 0.4
 
     def __init__(self) -> None:
-        info = muster.get_worker_info()
-        assert info is not None
-        self.index, self.episode, self.steps = info.env_index, -1, 0
-
-    def _obs(self) -> Any:
-        return np.array([self.index, self.episode, self.steps, self.np_random.random()], np.float32)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        if options and options.get("stop"):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        self.episode, self.steps = self.episode + 1, 0
-        return self._obs(), {}
+        super().__init__(steps=10)
 
     def step(self, action: Any) -> Any:
         if action == 1:
@@ -60,9 +43,7 @@ class Env(gym.Env[Any, Any]):
             time.sleep(self.slow_s)
         if action == 4:
             os.kill(os.getpid(), signal.SIGSTOP)
-        self.steps += 1
-        info = {"steps": self.steps} if self.episode % 2 else {"text": f"env {self.index}", "steps": float(self.steps)}
-        return self._obs(), 1.0, self.steps == 10, False, info
+        return super().step(action)
 
     def die(self, index: int) -> None:
         if index == self.index:
@@ -108,89 +89,11 @@ def test_finished_rows_of_a_worker_that_dies_are_lost_with_it(envs: Any) -> None
     assert envs.stats()["restarts"] == 2
 
 
-def test_infos_of_the_replacement_are_read_by_its_own_layouts(envs: Any) -> None:
-    envs.reset(seed=0)
-    assert envs.step(ACTIONS)[4]["text"].tolist() == [f"env {i}" for i in range(4)]
-    envs.reset()
-    assert "text" not in envs.step(ACTIONS)[4]
-    kill_worker(envs, 0)
-    envs.step(ACTIONS)
-    envs.step(ACTIONS)
-    infos = envs.step(ACTIONS)[4]
-    assert infos["text"].tolist() == ["env 0", "env 1", None, None]
-    assert infos["steps"].tolist() == [1.0, 1.0, 4.0, 4.0]
-
-
-class Talking(gym.Env[Any, Any]):
-    """Its observations and infos hold parts that go by mail. Action 1 raises, 2 dies."""
-
-    observation_space = gym.spaces.Sequence(gym.spaces.Discrete(100))
-    action_space = gym.spaces.Discrete(3)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.steps = 0
-        return (0,), {"text": "reset"}
-
-    def step(self, action: Any) -> Any:
-        if action == 1:
-            raise ValueError("asked for")
-        if action == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.steps += 1
-        return (self.steps,) * 2, 1.0, False, False, {"steps": self.steps, "text": f"step {self.steps}"}
-
-
-@pytest.mark.parametrize("mode", ["same_step", *slow("next_step")])
-@pytest.mark.parametrize(
-    ("backend", "action"),
-    [("serial", 1), ("process", 2), *(pytest.param(one, 1, marks=pytest.mark.slow) for one in ("thread", "process"))],
-)
-def test_a_restarted_env_repeats_what_went_by_mail_and_its_infos_go_on(backend: str, action: int, mode: str) -> None:
-    options = {"backend": backend, "autoreset_mode": mode, "on_failure": "restart"}
-    with muster.make_vec(Talking, 2, num_workers=None if backend == "serial" else 2, **options) as envs:
-        envs.reset()
-        envs.step(ACTIONS[:2])
-        obs, _, _, truncated, infos = envs.step(np.array([0, action]))
-        assert truncated.tolist() == [False, True]
-        assert infos["steps"][0] == 2
-        if mode == "same_step":
-            assert obs == ((2, 2), (0,))
-            assert infos["final_obs"][1] == (1, 1)
-        else:
-            assert obs == ((2, 2), (1, 1))
-            obs, _, _, _, infos = envs.step(ACTIONS[:2])
-            assert obs == ((3, 3), (0,))
-            assert infos["text"].tolist() == ["step 3", "reset"]
-        obs, *_, infos = envs.step(ACTIONS[:2])
-        assert obs[1] == (1, 1)
-        assert infos["text"][1] == "step 1"
-
-
-def test_death_while_idle_is_told_at_the_next_step(envs: Any) -> None:
-    obs, _ = envs.reset(seed=0)
-    kill_worker(envs, 1)
-    got, rewards, _, truncated, infos = envs.step(ACTIONS)
-    assert truncated.tolist() == [False, False, True, True]
-    assert rewards.tolist() == [1, 1, 0, 0]
-    np.testing.assert_array_equal(got[2:], obs[2:])
-    assert "worker 1 (envs 2 to 3) died: killed by SIGKILL" in infos["restarted"][2]
-
-
 def test_death_while_idle_is_settled_by_a_reset(envs: Any) -> None:
     envs.reset(seed=0)
     kill_worker(envs, 0)
     envs.reset(seed=0)
     assert not envs.step(ACTIONS)[3].any()
-
-
-def test_both_workers_die_at_once(envs: Any) -> None:
-    envs.reset(seed=0)
-    pids = [worker["pid"] for worker in envs.stats()["workers"]]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert envs.step(ACTIONS)[3].all()
-    np.testing.assert_array_equal(envs.step(ACTIONS)[0][:, 2], 0)
-    np.testing.assert_array_equal(envs.step(ACTIONS)[0][:, 2], 1)
 
 
 def test_worker_that_dies_in_a_call_costs_the_call_only(envs: Any) -> None:
@@ -199,15 +102,6 @@ def test_worker_that_dies_in_a_call_costs_the_call_only(envs: Any) -> None:
         envs.call("die", 2)
     assert envs.get_attr("index") == (0, 1, 2, 3)
     assert envs.step(ACTIONS)[3].tolist() == [False, False, True, True]
-
-
-def test_call_to_a_worker_that_died_before(envs: Any) -> None:
-    envs.reset(seed=0)
-    kill_worker(envs, 0)
-    with pytest.raises(WorkerDied, match="SIGKILL"):
-        envs.get_attr("index")
-    envs.set_attr("index", [5, 6, 7, 8])
-    assert envs.get_attr("index") == (5, 6, 7, 8)
 
 
 def test_worker_that_dies_in_reset_is_asked_again(envs: Any) -> None:
@@ -256,20 +150,6 @@ def test_short_waits_do_not_put_off_the_step_timeout() -> None:
             except muster.errors.WaitTimeout:
                 continue
         assert truncated.tolist() == [True, True, False, False]
-
-
-def test_restarts_draw_new_but_reproducible_numbers() -> None:
-    def draws() -> list[Any]:
-        with make(autoreset_mode="same_step") as envs:
-            first, _ = envs.reset(seed=3)
-            raised = envs.step(ACTIONS + [2, 0, 0, 0])[0]
-            kill_worker(envs, 0)
-            return [first[:, 3], raised[:2, 3], envs.step(ACTIONS)[0][:2, 3]]
-
-    one, other = draws(), draws()
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert len({*one[0].tolist(), one[1][0], *one[2].tolist()}) == 7
 
 
 class Seeded(Env):
@@ -323,23 +203,6 @@ def test_crash_loop_ends_in_an_error_that_says_so() -> None:
     envs.close()
 
 
-class BuildsOnce(Env):
-    def __init__(self, mark: str) -> None:
-        super().__init__()
-        with Path(f"{mark}-{self.index}").open("x"):
-            pass
-
-
-def test_env_that_cannot_be_built_again_is_a_crash_loop(tmp_path: Path) -> None:
-    options = {"num_workers": 2, "env_kwargs": {"mark": str(tmp_path / "built")}}
-    envs = muster.make_vec(BuildsOnce, 4, on_failure="restart", max_restarts=2, **options)
-    envs.reset(seed=0)
-    kill_worker(envs, 0)
-    with pytest.raises(WorkerError, match="FileExistsError"):
-        envs.step(ACTIONS)
-    envs.close()
-
-
 class HoldsItsAddress(Env):
     """A simulator in the env's own process, with a thread that keeps its address also after it has been closed."""
 
@@ -369,7 +232,7 @@ class Draws(Env):
     def step(self, action: Any) -> Any:
         if action == 1:
             os._exit(3)
-        return np.full(4, random.random(), np.float32), 0.0, False, False, {}
+        return np.full(3, random.random(), np.float32), 0.0, False, False, {}
 
 
 @pytest.mark.parametrize("seed", [None, 0])
@@ -387,13 +250,6 @@ def test_a_replacement_does_not_draw_what_the_one_before_it_drew(seed: int | Non
     first, second = drawn(), drawn()
     assert len({*first}) == 3
     assert (first == second) is (seed == 0)
-
-
-class SlowToBuild(Env):
-    def __init__(self) -> None:
-        super().__init__()
-        if self.index == 3:
-            time.sleep(1000)
 
 
 class HangsWhenRebuilt:
@@ -415,24 +271,6 @@ def test_what_hangs_when_it_is_rebuilt_in_the_worker_is_told(
     [said] = caplog.messages
     assert re.match(r"worker 0 \(env 0\) has been starting for .*=10.0\.(.|\n)*env_kwargs(.|\n)*lazy", said)
     assert "in __setstate__" in said
-
-
-@pytest.mark.slow
-def test_start_timeout_names_the_worker_and_shows_where_it_is() -> None:
-    with pytest.raises(WorkerTimeout, match=r"worker 1 .*start_timeout=15.0, building its envs(.|\n)*in __init__"):
-        muster.make_vec(SlowToBuild, 4, num_workers=2, start_timeout=15.0)
-
-
-class DiesBuilding(Env):
-    def __init__(self) -> None:
-        super().__init__()
-        os.write(2, b"about to abort\n")
-        os.abort()
-
-
-def test_death_while_building_quotes_stderr() -> None:
-    with pytest.raises(WorkerDied, match=r"SIGABRT. It was building its envs for [\d.e-]+ s(.|\n)*about to abort"):
-        muster.make_vec(DiesBuilding, 4, num_workers=2)
 
 
 def test_launcher_that_dies_is_replaced(envs: Any) -> None:

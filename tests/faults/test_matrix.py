@@ -125,9 +125,9 @@ def expect_error(envs: Any, fault: str, mode: str) -> None:
             envs.step(ACTIONS)
         return None
     assert "env 1" in str(error)
+    assert error.batch.env_ids.tolist() == [0, 2, 3]
     if isinstance(error, EnvError):
         assert (error.env_index, error.worker_index) == (1, 0)
-        assert error.batch.env_ids.tolist() == [0, 2, 3]
         np.testing.assert_array_equal(error.batch.obs, expected_obs(0, FAULT_STEP)[[0, 2, 3]])
     else:
         assert "info['deep']['the_lock']" in str(error)
