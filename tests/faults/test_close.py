@@ -25,7 +25,7 @@ import muster
 import programs
 from envs import Scripted
 from hanging import hang, released
-from muster.errors import ClosedError, ConfigError, EnvError
+from muster.errors import ClosedError, EnvError
 from muster.pool import closing, limits
 from muster.pool.launcher_client import LauncherClient
 from processes import kill_worker
@@ -89,22 +89,9 @@ class Slow(Scripted):
             file.write("index")
 
 
-class Meeting(Slow):
-    """An env whose close ends once both envs close."""
-
-    def close(self) -> None:
-        super().close()
-        while len(list(self.file.parent.glob("video-*"))) < 2:
-            time.sleep(0.01)
-
-
 class Plain(Slow):
     def step(self, action: Any) -> Any:
         return Scripted.step(self, action)
-
-
-class Alone(Slow):
-    metadata = {"one_per_process": True}  # noqa: RUF012
 
 
 @pytest.fixture(autouse=True)
@@ -297,11 +284,6 @@ def test_each_env_of_a_worker_has_its_time_and_one_line_says_what_closes(
     envs.close()
 
 
-def test_all_workers_close_at_the_same_time(folder: str) -> None:
-    muster.make_vec(Meeting, 2, num_workers=2, env_kwargs={"folder": folder}).close()
-    assert whole(folder) == [0, 1]
-
-
 NEVER = {"never": 1}
 # The number of envs, the env's arguments, what is done before, `close`'s timeout, what is said, and who has closed.
 CUT_OFF: dict[str, tuple[int, dict[str, Any], Callable[[Any], Any], float | None, str, list[int]]] = {
@@ -366,17 +348,6 @@ def test_terminate_waits_for_nothing_and_says_nothing(folder: str) -> None:
     assert whole(folder) == []
 
 
-@pytest.mark.parametrize("options", [*ON_WORKERS, *slow(CALLER_STEPS)], ids=str)
-def test_ctrl_c_ends_the_wait(options: Any, folder: str) -> None:
-    envs = muster.make_vec(Slow, 2, env_kwargs={"folder": folder, "never": 1}, **options)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        envs.close()
-    timer.join()
-    envs.close()
-
-
 def dummy(folder: str, **kwargs: Any) -> Any:
     pytest.importorskip("stable_baselines3")
     from muster.interop.sb3 import DummyVecEnv
@@ -418,15 +389,6 @@ def test_ctrl_c_in_the_calling_thread_leaves_the_other_envs_unclosed(make: Any, 
     envs.close()
 
 
-def test_a_replaced_worker_has_the_time_to_close(folder: str) -> None:
-    kwargs = {"folder": folder, "seconds": 1.2}
-    envs = muster.make_vec(Alone, 1, env_kwargs=kwargs, on_failure="restart", autoreset_mode="same_step")
-    envs.reset()
-    assert "ValueError" in envs.step(np.array([1]))[4]["restarted"][0]
-    assert whole(folder) == [0]
-    envs.close(terminate=True)
-
-
 def test_garbage_collection_has_a_bound_of_its_own(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closing, "ABANDONED_S", 0.3)
     envs = muster.make_vec(Slow, 2, num_workers=2, env_kwargs={"folder": folder, "never": 1})
@@ -448,14 +410,6 @@ def test_the_interpreters_exit_says_what_it_cuts(folder: str) -> None:
     done = programs.run("-c", program, env={**os.environ, "PYTHONPATH": path}, check=True)
     assert "RuntimeWarning: worker 1 (env 1) was killed in close() of env 1" in done.stderr
     assert whole(folder) == [0]
-
-
-@pytest.mark.parametrize("value", [0, -1.0, "60", True])
-def test_a_close_timeout_that_makes_no_sense_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="close_timeout must be a number of seconds greater than 0, got"):
-        muster.make_vec("CartPole-v1", close_timeout=value)
-    with pytest.raises(ConfigError, match="close_timeout must be a number of seconds greater than 0, got"):
-        muster.MultiCollector("CartPole-v1", frames_per_batch=4, num_collectors=1, close_timeout=value)
 
 
 # ---- drop-ins wait as their originals do

@@ -232,23 +232,6 @@ def test_after_it_envs_of_agents_may_be_reset_at_once_too() -> None:
         assert (envs.step(actions)[0]["b"][..., 0] == 1).all()
 
 
-def test_while_workers_are_looked_after_it_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> Any:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    with muster.make_vec(InterruptsItsCaller, 2, num_workers=2, env_kwargs={"caller": 0}) as envs:
-        envs.reset()
-        monkeypatch.setattr("muster.pool.worker_process.Poller.ready", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            for _ in range(1000):
-                envs.send(ACTIONS[:2])
-                envs.recv()
-                time.sleep(0.001)
-        take_what_is_pending(envs)
-        assert envs.reset()[0][:, 2].tolist() == [0, 0]
-
-
 class Failing(Scripted):
     def step(self, action: Any) -> Any:
         raise ValueError("no step succeeds")

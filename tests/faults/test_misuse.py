@@ -28,7 +28,6 @@ from muster.errors import (
     NotPendingError,
     PendingError,
     UsageError,
-    WaitTimeout,
 )
 from processes import named_fd
 from slow import slow
@@ -245,6 +244,7 @@ def test_a_misuse_is_a_named_error_and_changes_nothing(moment: str, envs: Any) -
 WRONG_NUMBERS = {
     "start_timeout": (0, -1.0, None, "soon", float("nan"), True),
     "step_timeout": (0, -1.0, "soon", float("nan")),
+    "close_timeout": (0, -1.0, "60", True),
     "max_restarts": (-1, 1.5, None, "often"),
     "threads_per_worker": (0, 1.5, None),
 }
@@ -282,22 +282,6 @@ def wait_for_both(gate: Path) -> None:
         time.sleep(0.01)
 
 
-def test_waiting_too_short_loses_nothing(remote: Any, gate: Path) -> None:
-    remote.reset(options={"gate": str(gate)})
-    remote.send(ACTIONS)
-    with pytest.raises(WaitTimeout):
-        remote.recv(timeout=0.01)
-    gate.touch()
-    np.testing.assert_array_equal(remote.recv().obs[:, 2], 1)
-    gate.unlink()
-    remote.call_async("wait_for", str(gate))
-    with pytest.raises(WaitTimeout):
-        remote.call_wait(timeout=0.01)
-    gate.touch()
-    assert remote.call_wait() == ("went through", "went through")
-    check_in_step(remote)
-
-
 @pytest.mark.parametrize(
     "blocks", [lambda envs, gate: envs.step(ACTIONS), lambda envs, gate: envs.call("wait_for", str(gate))]
 )
@@ -312,24 +296,6 @@ def test_from_two_threads(blocks: Callable[[Any, Path], Any], remote: Any, gate:
     gate.touch()
     thread.join()
     check_in_step(remote)
-
-
-def test_closed_by_another_thread(remote: Any, gate: Path) -> None:
-    remote.reset(options={"gate": str(gate)})
-    errors: list[Exception] = []
-
-    def step() -> None:
-        try:
-            remote.step(ACTIONS)
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=step)
-    thread.start()
-    wait_for_both(gate)
-    remote.close(terminate=True)
-    thread.join(30.0)
-    assert [type(error) for error in errors] == [ClosedError]
 
 
 def test_in_a_forked_child(envs: Any) -> None:

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import pickle
 from typing import Any
-from unittest.mock import Mock
 
 import gymnasium as gym
 import pytest
 
 import muster
 from muster.errors import CannotTravel, UnknownMessage, WorkerDied
-from muster.hosts.env_resident import EnvResident
-from muster.hosts.questions import Again, Call, EnvQuestion, Packed, Reset, SetAttr, Spaces, packer
-from muster.hosts.requests import Attach, EnvPlan, Restart
+from muster.hosts.questions import Call, Packed, Reset, packer
 from muster.pickling import MAKE_VEC
-from muster.pool.messages import Message, unopened
+from muster.pool.messages import unopened
 from muster.transport.mail import dumps
-
-QUESTIONS = [Attach(Mock(), Mock(), Mock()), Call.of("render", (), {}), SetAttr("gravity", {0: 9.8}), Spaces()]
-POSTS = [
-    Reset({0: None}),
-    Restart(0, None, None, resets_now=True, rebuilds=False, elsewhere=False, again=[SetAttr("goal", {0: 1})]),
-    Again({0: [SetAttr("goal", {0: 1})]}),
-]
 
 
 class Unbuildable:
@@ -31,42 +21,6 @@ class Unbuildable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, ("no number",)
-
-
-@pytest.fixture
-def resident(monkeypatch: pytest.MonkeyPatch) -> EnvResident:
-    """A resident of two envs, whose host only notes what it is asked for."""
-    host = Mock(envs=[Mock(), Mock()])
-    host.build.return_value = None
-    monkeypatch.setattr("muster.hosts.env_resident.EnvHost", Mock(return_value=host))
-    return EnvResident(EnvPlan([Mock(), Mock()], 0), Mock(dumps=None))
-
-
-def test_every_request_is_known(resident: EnvResident) -> None:
-    for question in QUESTIONS:
-        resident.answer(question)
-    for message in POSTS:
-        resident.take(message)
-    asked = [name for name, *_ in resident.host.method_calls if name != "build"]  # type: ignore[attr-defined]
-    assert asked == ["attach", "answer", "answer", "answer", "answer", "restart", "again"]
-    rows = (*Message.__subclasses__(), *EnvQuestion.__subclasses__())
-    requests = {one for one in rows if one.__module__ in (Reset.__module__, Attach.__module__)}
-    assert requests == {type(one) for one in QUESTIONS + POSTS} | {EnvPlan, EnvQuestion}
-
-
-def test_an_unknown_request_is_named(resident: EnvResident) -> None:
-    with pytest.raises(UnknownMessage, match="EnvResident takes no message, got 'jump'"):
-        resident.take("jump")
-    with pytest.raises(UnknownMessage, match="EnvResident answers no question, got 'jump'"):
-        resident.answer("jump")
-
-
-def test_a_host_steps_between_messages_once_it_is_attached(resident: EnvResident) -> None:
-    resident.between()
-    assert not resident.host.stepper.run.called  # type: ignore[attr-defined]
-    resident.answer(QUESTIONS[0])
-    resident.between()
-    assert resident.host.stepper.run.call_count == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("backend", ["process", "thread"])

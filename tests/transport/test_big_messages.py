@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import muster
-from muster.errors import ClosedError, WaitTimeout, WorkerDied, WorkerTimeout
+from muster.errors import WaitTimeout, WorkerDied, WorkerTimeout
 from muster.transport.channel import Channel, ChannelClosed
 from processes import kill_worker, stat_of
 from slow import slow
@@ -98,17 +98,6 @@ SENDS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("send", ["reset", *slow("call", "set_attr")])
-def test_a_stopped_worker_does_not_hold_up_what_is_sent_to_it(send: str) -> None:
-    envs = make(step_timeout=2.0)
-    envs.reset()
-    stop(envs, 1)
-    with pytest.raises(WorkerTimeout, match="worker 1 .*step_timeout=2.0"):
-        bounded(lambda: SENDS[send](envs))
-    with pytest.raises(ClosedError):
-        envs.step(ACTIONS)
-
-
-@pytest.mark.parametrize("send", ["reset", *slow("call", "set_attr")])
 def test_a_stopped_worker_is_replaced_over_what_is_sent_to_it(send: str) -> None:
     with make(step_timeout=2.0, on_failure="restart") as envs:
         envs.reset()
@@ -153,16 +142,6 @@ def test_half_an_answer_ends_in_the_step_timeout() -> None:
         ask_for_half_an_answer(envs, 1)
         with pytest.raises(WorkerTimeout, match=r"worker 1 .*answering call\('give_and_stop'\)"):
             bounded(envs.call_wait)
-
-
-def test_close_does_not_wait_for_half_an_answer() -> None:
-    envs = make()
-    envs.reset()
-    ask_for_half_an_answer(envs, 1)
-    with pytest.raises(WaitTimeout):
-        envs.call_wait(timeout=0.5)
-    with pytest.warns(RuntimeWarning, match=r"worker 1 \(env 1\) was killed before it closed env 1"):
-        bounded(lambda: envs.close(timeout=1.0))
 
 
 # ---- the channel itself

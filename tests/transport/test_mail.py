@@ -1,4 +1,4 @@
-"""The mail: boxes that no object leaves, and a file that nobody reads once it is closed."""
+"""The mail: boxes that no object leaves, lists that grow, and a file that nobody reads once it is closed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from muster.errors import ClosedError, MusterError
 from muster.transport import mail
-from muster.transport.mail import SharedMail
+from muster.transport.mail import LocalMail, Mail, SharedMail
 
 
 @pytest.fixture
@@ -41,3 +41,13 @@ def test_a_closed_mail_reads_no_other_file_that_has_got_its_number(fd: int) -> N
             use()
     assert os.fstat(other).st_size == 0
     os.close(other)
+
+
+@pytest.mark.parametrize("kind", ["between processes", "within one"])
+def test_what_was_appended_stays_while_more_is(fd: int, kind: str) -> None:
+    post: Mail = SharedMail(fd, 4) if kind == "between processes" else LocalMail()
+    first = post.append(3, ("a", 1), 0)
+    second = post.append(3, ("b", 2), first)
+    assert post.appended(3, 0, first) == [("a", 1)]
+    assert post.appended(3, first, second) == [("b", 2)]
+    assert post.appended(3, 0, second) == [("a", 1), ("b", 2)]
