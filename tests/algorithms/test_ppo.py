@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import io
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -29,30 +27,6 @@ from muster.errors import ConfigError, TrainingDiverged, UsageError
 from muster.rollout import gae
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
-
-
-class Sides(gym.Env[Any, Any]):
-    """Three steps an episode, far from 0, with big rewards. The action that is wanted is the side of the middle."""
-
-    observation_space = spaces.Box(1e4, 1e4 + 2, (1, 1), np.float64)
-
-    def __init__(self, action_space: gym.Space[Any]) -> None:
-        self.action_space = action_space
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.steps = 0
-        return self._obs(), {}
-
-    def step(self, action: Any) -> Step:
-        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
-        is_right = (np.asarray(action).reshape(-1)[0] > 0) == (self.obs[0, 0] > 1e4 + 1)
-        self.steps += 1
-        return self._obs(), 100.0 * is_right, self.steps == 3, False, {}
-
-    def _obs(self) -> Any:
-        self.obs = self.np_random.uniform(1e4, 1e4 + 2, (1, 1))
-        return self.obs
 
 
 class Clock(gym.Env[Any, Any]):
@@ -90,17 +64,6 @@ def ppo_on(env: Any, **options: Any) -> Iterator[PPO]:
 
 @pytest.mark.slow
 class TestLearning:
-    @pytest.mark.parametrize(
-        "action_space",
-        [spaces.Discrete(2), spaces.MultiDiscrete([2, 3]), spaces.Box(-1, 1, (1,), np.float32)],
-        ids=["Discrete", "MultiDiscrete", "Box"],
-    )
-    def test_it_learns_from_observations_and_rewards_of_any_size(self, action_space: gym.Space[Any]):
-        make = functools.partial(Sides, action_space)
-        with ppo_on(make, total_steps=3000, num_steps=64, learning_rate=0.005, gamma=0.0, **NORMALIZED) as ppo:
-            returns = [metrics.episodes.mean_return for metrics in ppo.train()]
-        assert returns[-1] > returns[0] + 50
-
     def test_cartpole_is_solved_with_the_defaults(self):
         def reached(seed: int) -> float:
             with muster.make_vec("CartPole-v1", 8, autoreset_mode="same_step") as envs:
@@ -208,11 +171,6 @@ class TestSeeds:
 
 
 class TestProgress:
-    def test_total_steps_are_rounded_up_to_whole_rollouts(self):
-        with ppo_on(Clock, total_steps=129) as ppo:
-            assert [metrics.steps for metrics in ppo.train()] == [128, 256]
-            assert list(ppo.train()) == []
-
     def test_returns_are_nan_until_an_episode_ends_and_then_exact(self):
         with ppo_on(Clock, num_steps=4, total_steps=32) as ppo:
             first, second = (metrics.episodes for metrics in ppo.train())
@@ -463,12 +421,6 @@ class TestSchedule:
             ppo.load_state_dict(again)
             assert self.rates(ppo) == []
 
-    def test_a_run_that_had_finished_begins_with_its_rate_again(self):
-        with ppo_on(Clock, total_steps=6 * 128) as ppo:
-            ppo.load_state_dict(self.after(4))
-            assert ppo.schedule.began_again
-            assert_close(self.rates(ppo), [0.01, 0.005])
-
     def test_a_run_that_left_rows_out_has_finished_with_its_steps(self):
         options = {**SMALL, "num_envs": 2}
         with muster.make_vec(Clock, 2, backend="serial") as envs:  # next_step: of 128 steps 104 or so are an env's own
@@ -480,14 +432,6 @@ class TestSchedule:
             ppo.load_state_dict(state)
             assert ppo.schedule.began_again
             assert ppo.iterate().learning_rate == 0.01
-
-    @pytest.mark.parametrize("iterations", [2, 4])
-    def test_another_rate_may_be_set(self, iterations: int):
-        with ppo_on(Clock, total_steps=6 * 128) as ppo:
-            ppo.load_state_dict(self.after(iterations), learning_rate=0.1)
-            assert not ppo.schedule.began_again
-            rates = self.rates(ppo)
-        assert_close(rates[:2], [0.1, 0.1 - 0.1 / len(rates)])
 
     def test_the_clip_range_falls_in_a_line_too(self):
         seen = []
@@ -511,11 +455,6 @@ class TestOptions:
             assert layers == ["Linear", "ReLU"] * 3 + ["Linear"]
             assert [one.out_features for one in ppo.policy.actor[::2]] == [32, 16, 8, 2]
             assert ppo.policy.head.log_std.tolist() == [-2.0, -2.0]
-
-    def test_actions_come_outside_no_grad_too(self):
-        with ppo_on(functools.partial(Glitch, "nothing", 0)) as ppo:
-            for sample in (False, True):
-                assert ppo.act(torch.zeros(3, 1), sample=sample).shape == (3, 2)
 
 
 class TestLosses:
@@ -594,30 +533,8 @@ class TestRefusals:
         with pytest.raises(UsageError, match="needs a gymnasium VectorEnv, got Clock"):
             PPO(Clock(), PPOConfig())
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"num_envs": "8"}, "num_envs must be a whole number of at least 1, got '8'"),
-            ({"total_steps": math.inf}, "total_steps must be a whole number of at least 1, got inf"),
-            ({"gamma": 99}, "gamma must be a number from 0 to 1, got 99"),
-            ({"hidden_sizes": (64, 0)}, r"hidden_sizes must be a list, .* of at least 1, got \(64, 0\)"),
-            ({"activation": "sigmoid"}, "activation must be 'tanh', 'relu', 'elu' or 'gelu', got 'sigmoid'"),
-            ({"learning_rate": math.nan}, "learning_rate must be a number above 0, got nan"),
-            ({"clip_rewards": -1.0}, r"clip_rewards must be a number above 0 or None, got -1\.0"),
-            ({"anneal_lr": 1}, "anneal_lr must be True or False, got 1"),
-            ({"num_envs": 1, "num_steps": 7, "num_minibatches": 4}, "num_minibatches must be at most 3, .* got 4"),
-        ],
-    )
-    def test_senseless_options_are_named(self, options: dict[str, Any], message: str):
-        with pytest.raises(ConfigError, match=message):
-            PPOConfig(**options)
-
-    def test_total_steps_may_be_written_as_a_float(self):
-        assert PPOConfig(total_steps=1e5).num_iterations == 49  # type: ignore[arg-type]
-        assert repr(PPOConfig(total_steps=1e5).total_steps) == "100000"  # type: ignore[arg-type]
-
-    def test_numbers_of_numpy_are_kept_as_json_can_hold_them(self):
-        config = PPOConfig(
-            total_steps=np.int64(9), seed=np.int32(1), learning_rate=np.float32(0.5), hidden_sizes=[np.int64(4)]
-        )
-        assert json.loads(json.dumps(dataclasses.asdict(config)))["hidden_sizes"] == [4]
+    def test_senseless_options_are_named(self):
+        with pytest.raises(ConfigError, match="gamma must be a number from 0 to 1, got 99"):
+            PPOConfig(gamma=99)
+        with pytest.raises(ConfigError, match="num_minibatches must be at most 3, .* got 4"):
+            PPOConfig(num_envs=1, num_steps=7, num_minibatches=4)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -17,6 +16,7 @@ from gymnasium.envs.registration import EnvSpec
 import muster
 import programs
 from command import muster as run_muster
+from envs import Scripted
 from muster.algorithms import PPO, MAPPOConfig, PPOConfig
 from muster.training.presets import PRESETS, Preset, preset_for
 
@@ -76,22 +76,6 @@ def row(name: str) -> Preset:
     return next(preset for preset in PRESETS if preset.name == name)
 
 
-class Pictures(gym.Env[Any, Any]):
-    """Dict observations, or the bare image in them."""
-
-    action_space = TURNS
-
-    def __init__(self, observation_space: Any) -> None:
-        self.observation_space = observation_space
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
@@ -108,7 +92,7 @@ class Pictures(gym.Env[Any, Any]):
     ids=str,
 )
 def test_wrappers_make_what_ppo_takes(name: str, before: Any, after: Any):
-    with muster.make_vec(Pictures, 2, backend="serial", env_kwargs={"observation_space": before},
+    with muster.make_vec(Scripted, 2, backend="serial", env_kwargs={"obs_space": before},
                          wrappers=row(name).wrappers) as envs:  # fmt: skip
         assert envs.single_observation_space.shape == after.shape
         obs, _ = envs.reset(seed=0)
@@ -127,7 +111,7 @@ def test_wrappers_make_what_ppo_takes(name: str, before: Any, after: Any):
 def test_mixed_observations_are_trained_on_normalised(space: Any):
     preset = row("mixed observations")
     options = {**preset.config, "num_envs": 2, "num_steps": 16, "num_minibatches": 2}
-    with muster.make_vec(Pictures, 2, backend="serial", env_kwargs={"observation_space": space},
+    with muster.make_vec(Scripted, 2, backend="serial", env_kwargs={"obs_space": space},
                          wrappers=preset.wrappers, autoreset_mode="same_step") as envs:  # fmt: skip
         ppo = PPO(envs, PPOConfig(**options))
         ppo.iterate()

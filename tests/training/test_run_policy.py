@@ -222,11 +222,6 @@ def test_folders_of_something_else_are_refused_in_one_line(cart_pole: Path, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"holds no run: it has no config\.json"):
-        muster.load_policy(tmp_path / "absent")
-
-
 def test_envs_are_made_with_what_the_preset_adds_and_the_caller(tmp_path: Path):
     policy = muster.load_policy(trained(tmp_path / "run", "Sampled-numbers-Box-v0"))
 

@@ -282,14 +282,6 @@ def test_eval_tells_mean_and_deviation_and_changes_nothing(tmp_path: Path, optio
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
 
-def test_eval_may_draw_actions(tmp_path: Path):
-    run = train(tmp_path / "run", "--total-steps", "1", "--num-envs", "2", env="Pendulum-v1")
-    likeliest, drawn = (muster("eval", str(run), "--episodes", "2", *more) for more in ((), ("--sample",)))
-    assert likeliest.exit_code == drawn.exit_code == 0
-    assert "actions drawn from the policy" in drawn.output
-    assert drawn.output.splitlines()[-5] != likeliest.output.splitlines()[-5]
-
-
 def test_eval_gives_up_on_episodes_that_take_too_many_steps(tmp_path: Path):
     run = train(tmp_path / "run", "--total-steps", "1", "--num-envs", "2", env="Pendulum-v1")
     result = muster("eval", str(run), "--episodes", "2", "--max-steps", "100")

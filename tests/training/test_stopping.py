@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import muster
 import programs
@@ -64,24 +65,10 @@ def states_of(folder: Path, last_step: int) -> dict[int, dict[str, Any]]:
     return states
 
 
-def assert_alike(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_alike(one[key], other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for first, second in zip(one, other, strict=True):
-            assert_alike(first, second)
-    else:
-        assert one == other
-
-
 def assert_whole(folder: Path, states: dict[int, dict[str, Any]]) -> None:
     saved = read_checkpoint(folder)
-    assert_alike(saved, states[saved["steps"]])
+    for one, other in zip(tree_leaves(saved), tree_leaves(states[saved["steps"]]), strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     with (folder / "metrics.csv").open(newline="") as file:
         steps = [int(row["steps"]) for row in csv.DictReader(file)]
     assert steps == sorted(states)[1 : len(steps) + 1]
