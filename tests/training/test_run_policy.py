@@ -22,7 +22,7 @@ import muster
 from muster.algorithms import PPO, PPOConfig
 from muster.errors import ConfigError, SpecMismatch, UsageError
 from muster.training import runs
-from muster.training.checkpoints import packed, read_checkpoint
+from muster.training.checkpoints import read_checkpoint
 from muster.training.plan import TrainingPlan, plan_of
 
 NUMBERS = spaces.Box(np.float32([-np.inf, 0]), np.float32([np.inf, 1]), (2,))
@@ -185,37 +185,18 @@ def test_observations_that_numpy_understands_are_taken(cart_pole: Path):
     assert policy(obs[None]).tolist() == [action]
 
 
-def damaged(config: dict[str, Any], folder: Path, name: str) -> None:
-    if name == "no spaces":
-        del config["spaces"]
-    elif name == "odd spaces":
-        config["spaces"]["actions"] = {"kind": "Sequence"}
-    elif name == "other spaces":
-        config["spaces"]["actions"]["n"] = 7
-    elif name == "no PPO":
-        config["algorithm"] = "SAC"
-    elif name == "a list":
-        (folder / "config.json").write_text("[]")
-        return
-    elif name == "other state":
-        (folder / "checkpoint.safetensors").write_bytes(packed({"steps": 3}))
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("changes", "message"),
     [
-        ("no spaces", "says nothing of spaces"),
-        ("odd spaces", "{'kind': 'Sequence'} describes no space"),
-        ("other spaces", "checkpoint.safetensors is not that of the run in config.json: RuntimeError"),
-        ("no PPO", "is not as this version of muster train writes it: look at 'algorithm'"),
-        ("a list", "it holds a list, not a dict"),
-        ("other state", "is not that of the run in config.json: KeyError: 'policy'"),
+        ({"spaces": {}}, "says nothing of spaces"),
+        ({"spaces": {"observations": {}, "actions": {"kind": "Sequence"}}}, "describes no space"),
+        (None, "it holds a list, not a dict"),
     ],
 )
-def test_folders_of_something_else_are_refused_in_one_line(cart_pole: Path, tmp_path: Path, name: str, message: str):
+def test_folders_of_something_else_are_refused_in_one_line(cart_pole: Path, tmp_path: Path, changes: Any, message: str):
     folder = Path(shutil.copytree(cart_pole, tmp_path / "run"))
-    damaged(json.loads((folder / "config.json").read_text()), folder, name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps([] if changes is None else config | changes))
     with pytest.raises(UsageError) as caught:
         muster.load_policy(folder)
     assert message in str(caught.value)

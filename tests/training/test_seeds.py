@@ -39,13 +39,6 @@ def test_each_seed_is_a_run_of_its_own(tmp_path: Path):
     assert all(torch.equal(alone["policy"][name], one) for name, one in among["policy"].items())
 
 
-def test_the_folders_are_new_ones_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    assert muster("train", "CartPole-v1", "--total-steps=128", *OPTIONS, "--seeds=1").exit_code == 0
-    (picture,) = tmp_path.glob("runs/CartPole-v1-seeds-*/comparison.png")
-    assert (picture.parent / "seed0" / "checkpoint.safetensors").exists()
-
-
 STOPPING = """
 import os, signal
 from gymnasium.envs.classic_control import CartPoleEnv
