@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space, create_s
 from muster.errors import ConfigError
 from muster.hosts.env_facts import EnvFacts
 from muster.spaces.compare import first_difference
-from muster.vector.batched_spaces import BatchedSpaces
+from muster.vector.parts import BatchedSpaces
 
 ObservationMode = str | tuple[spaces.Space[Any], spaces.Space[Any]]
 # The messages for sub-environments that differ: in observation spaces that must be equal, in observation spaces that

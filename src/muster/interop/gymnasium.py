@@ -51,9 +51,8 @@ from muster.transport.infos import Infos
 from muster.vector import checks
 from muster.vector.action_writers import LenientWriter
 from muster.vector.assemble import LENIENT, assemble, trees_of_spaces
-from muster.vector.batched_spaces import BatchedSpaces
 from muster.vector.packing import Asked
-from muster.vector.parts import SteppingOptions
+from muster.vector.parts import BatchedSpaces, SteppingOptions
 from muster.vector.raisers import Raiser, original_error, originals_raised, raise_original
 from muster.vector.results import Batch, Floats, StepResult
 from muster.vector.vector_env import VectorEnv

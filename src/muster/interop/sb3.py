@@ -52,10 +52,9 @@ from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, split
 from muster.vector.action_writers import OneByOneWriter
 from muster.vector.assemble import LENIENT, assemble
-from muster.vector.batched_spaces import first_envs_spaces
 from muster.vector.checks import is_replaced, seeds_of
 from muster.vector.packing import Asked
-from muster.vector.parts import SteppingOptions
+from muster.vector.parts import SteppingOptions, first_envs_spaces
 from muster.vector.raisers import originals_raised
 from muster.vector.results import StepResult
 from muster.vector.vector_env import VectorEnv

@@ -90,10 +90,11 @@ class BatchSource(ABC):
         """Yields batches until `total_frames`; another ``iter`` goes on where the last one stopped."""
         while self.total_frames < 0 or self.frames < self.total_frames:
             batch = self.rollout()
-            if self._replay_buffer is None:
+            if (buffer := self._replay_buffer) is None:
                 yield batch
             else:
-                _fill(self._replay_buffer, batch)
+                takes_whole = getattr(getattr(buffer, "storage", None), "ndim", 1) > 1
+                buffer.extend(batch if takes_whole else batch[batch["collector", "mask"]])
                 yield None
 
     def rollout(self) -> TensorDict:
@@ -173,9 +174,3 @@ class BatchSource(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-
-def _fill(replay_buffer: Any, batch: TensorDict) -> None:
-    """Adds a batch ``[N, T]`` to a replay buffer, see `Collector`."""
-    whole_batch = getattr(getattr(replay_buffer, "storage", None), "ndim", 1) > 1
-    replay_buffer.extend(batch if whole_batch else batch[batch["collector", "mask"]])

@@ -67,7 +67,18 @@ class EnvSide(ABC):
     def __init__(self, envs: Any) -> None:
         self.envs = envs
         self.num_envs: int = envs.num_envs
-        self.autoreset_mode = autoreset_mode_of(envs)
+        mode = envs.metadata.get("autoreset_mode")
+        if mode == AutoresetMode.DISABLED:
+            raise ConfigError(
+                'a collector needs envs that reset themselves, got autoreset_mode="disabled"; use "same_step", or hand '
+                "the recipe over instead of the vector env"
+            )
+        if mode is None:
+            raise UsageError(
+                f'{type(envs).__name__} does not say in metadata["autoreset_mode"] how its envs are reset; set it to a '
+                "gymnasium.vector.AutoresetMode"
+            )
+        self.autoreset_mode = AutoresetMode(mode)
         self.has_discounts = bool(envs.metadata.get(DISCOUNTS))
         # It has send and recv, and no subclass expects to see the steps.
         self.takes_turns = isinstance(envs, (VectorEnv, MultiAgentVectorEnv)) and not is_replaced(
@@ -160,25 +171,6 @@ class EnvSide(ABC):
     def _rows(self, obs: Any, rewards: Any, terminated: Array, truncated: Array, infos: dict[str, Any]) -> StepRows:
         leaves = self._rewards(rewards, terminated, infos)
         return StepRows(self._observations(obs, infos), leaves, terminated, truncated, infos)
-
-
-def autoreset_mode_of(envs: Any) -> AutoresetMode:
-    """The autoreset mode of a vector env.
-
-    Raises ConfigError where the caller has to reset the envs, UsageError where the vector env does not name its mode.
-    """
-    mode = envs.metadata.get("autoreset_mode")
-    if mode == AutoresetMode.DISABLED:
-        raise ConfigError(
-            'a collector needs envs that reset themselves, got autoreset_mode="disabled"; use "same_step", or hand the '
-            "recipe over instead of the vector env"
-        )
-    if mode is None:
-        raise UsageError(
-            f'{type(envs).__name__} does not say in metadata["autoreset_mode"] how its envs are reset; set it to a '
-            "gymnasium.vector.AutoresetMode"
-        )
-    return AutoresetMode(mode)
 
 
 def discounts(terminated: Array, infos: dict[str, Any], group: str | None = None) -> Array:

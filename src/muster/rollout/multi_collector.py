@@ -6,7 +6,7 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from muster.arguments import explains_keywords, whole
 from muster.envs.adapt import adapted_recipes, with_torchrl
 from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError
-from muster.hosts.questions import Call, EnvQuestion, Kept, SetAttr, Spaces
+from muster.hosts.questions import Call, EnvQuestion, SetAttr, Spaces
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
 from muster.pool.engine import Engine
@@ -30,12 +30,11 @@ from muster.recipes.recipe import Recipe
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.cluster.node_hooks import on_nodes
 from muster.rollout.cluster.nodes import RayCluster
-from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.collector import Collector
 from muster.rollout.episodes import EPISODE_INFO
-from muster.rollout.replicas.plans import Filled, PoolPlan, collector_nouns
+from muster.rollout.replicas.plans import Filled, collector_nouns
 from muster.rollout.replicas.policy_travel import PolicyFacts, PolicyObstacle
-from muster.rollout.replicas.replica_pool import ReplicaPool, in_processes
+from muster.rollout.replicas.replica_pool import in_processes
 from muster.rollout.replicas.replicas import Replicas
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
@@ -191,7 +190,7 @@ class MultiCollector(BatchSource):
                 count=self._num_collectors,
                 limits=limits,
                 processes=processes,
-                runs=in_processes if self._cluster is None else self._on_nodes,
+                runs=in_processes if self._cluster is None else partial(on_nodes, cluster=self._cluster),
             )
         if self._cluster is not None:
             said = _explained(obstacle, stays="cannot act for envs on other machines while it stays here")
@@ -211,12 +210,6 @@ class MultiCollector(BatchSource):
             "overlap": not sync and len(recipes) > 1,
         }
         return StayingCollector(Collector(envs, self.policy, **for_each))
-
-    def _on_nodes(self, plan: PoolPlan, weights_fd: int, kept: Kept) -> ReplicaPool:
-        assert self._cluster is not None
-        return on_nodes(
-            plan, RayEngine(self._cluster) if isinstance(self._cluster, RayCluster) else self._cluster, kept
-        )
 
     def nodes(self) -> list[dict[str, Any]]:
         """For each node its ``index``, ``host``, ``node_id``, ``state`` ("up", "starting" or "lost"), ``collectors``.

@@ -1,4 +1,4 @@
-"""Writers for the actions that the core does not write itself: into the slab, or as objects into the mail."""
+"""Writers for the actions that the core does not write itself, into the slab or the mail; and random actions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from gymnasium.vector.utils import iterate
 from muster.backends.base import Backend
 from muster.envs.layout import ACTING, FLAGS, RowNode
 from muster.errors import ActionError
+from muster.spaces.masks import MASK, obey, require_obeyable, unusable, usable
 from muster.spaces.tree import Array, Space, SpaceNode
+from muster.transport.infos import InfoColumns
 from muster.vector.results import Bools
 
 
@@ -143,3 +145,24 @@ def _without_idle(space: spaces.Space[Any], actions: Any, acting: Bools) -> Any:
         actions = actions.astype(np.int64)
     allowed = 0 if isinstance(space, spaces.MultiBinary) else space.start
     return np.where(acting.reshape(*acting.shape, *(1 for _ in shape)), actions, allowed)
+
+
+def sample_actions(envs: Any, backend: Backend, columns: InfoColumns) -> Any:
+    """Random actions for a `VectorEnv`, see there. columns: those of its infos."""
+    actions: Any = envs.action_space.sample()
+    space, seen = envs.single_action_space, envs.single_observation_space
+    last: dict[int, Any]
+    ids = backend.settled()
+    require_obeyable(seen, space)
+    if isinstance(seen, spaces.Dict) and MASK in seen.spaces:
+        rows = backend.obs_again(ids, copies=False)[MASK]
+        last = dict(zip(ids.tolist(), rows if isinstance(rows, np.ndarray) else [rows] * len(ids), strict=True))
+    else:
+        last = columns.latest(ids, MASK)
+    for env, mask in last.items():
+        if mask is None:
+            raise unusable(mask, space, of=f"the action mask of env {env}, in its info,")
+    masks = [usable(mask, space, of=f"the action mask of env {env}") for env, mask in last.items()]
+    if masks:
+        actions[[*last]] = obey(actions[[*last]], space, masks, envs.action_space.np_random)
+    return actions

@@ -24,9 +24,8 @@ from muster.spaces.tree import Casting, SpaceNode, tree
 from muster.transport.infos import InfoColumns, InfoReader
 from muster.transport.slab import SlabPlan
 from muster.vector.action_writers import ActionWriter, AgentsWriter, LenientWriter
-from muster.vector.batched_spaces import BatchedSpaces, agents_spaces, equal_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.parts import Assembled, Parts, SteppingOptions
+from muster.vector.parts import Assembled, BatchedSpaces, Parts, SteppingOptions, agents_spaces, equal_spaces
 from muster.vector.raisers import raise_env_error, raise_original
 from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo

@@ -24,10 +24,9 @@ from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
 from muster.recipes.named import refuse_while_importing
 from muster.vector.assemble import STRICT, vector_env_of
-from muster.vector.batched_spaces import equal_spaces
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.packing import AUTO, Asked, at_most, check_workers, count_processes, one_each
-from muster.vector.parts import SteppingOptions
+from muster.vector.parts import SteppingOptions, equal_spaces
 from muster.vector.vector_env import VectorEnv
 
 BACKENDS = ("serial", "thread", "process")

@@ -178,9 +178,9 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
             flags = flags.copy()
             flags[over, layout.TERMINATED :] = final[layout.FLAGS][over, layout.TERMINATED :]
             infos["final_obs"] = self._obs_by_group(final)
-            _, about = self._split(final[layout.REWARDS], final[layout.FLAGS])
+            _, about = split_agents(final[layout.REWARDS], final[layout.FLAGS], self._bounds, FLAG_NAMES)
             infos["final_info"] |= self._about_agents(final, about)
-        by_group, about = self._split(rewards, flags)
+        by_group, about = split_agents(rewards, flags, self._bounds, FLAG_NAMES)
         infos |= self._about_agents(rows, about)
         return self._obs_by_group(rows), by_group, infos
 
@@ -194,10 +194,6 @@ class MultiAgentVectorEnv(SteppedEnvs[AgentsStepResult, AgentBatch]):
                 RuntimeWarning,
                 stacklevel=caller_stacklevel(),
             )
-
-    def _split(self, rewards: Array, flags: Array) -> tuple[Rewards, Infos]:
-        """Rewards by group, and infos with the flags by group."""
-        return split_agents(rewards, flags, self._bounds, FLAG_NAMES)
 
     def _obs_by_group(self, rows: Any) -> ByGroup:
         obs = dict(zip(self._slots, rows[layout.OBS], strict=True))

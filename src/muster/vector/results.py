@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from muster.backends.base import Backend
-from muster.pool.resources import Usage, figures
+from muster.pool.resources import figures
 from muster.transport.infos import Infos
 
 Bools = npt.NDArray[np.bool_]
@@ -52,8 +52,12 @@ class AgentBatch(NamedTuple):
 
 def stats_of(backend: Backend) -> dict[str, Any]:
     """The dict that `VectorEnv.stats` describes. Reads a few files of /proc for each worker."""
-    found = backend.processes()
-    hosts = [_host_stats(backend, host, *process) for host, process in enumerate(found)]
+    found, hosts = backend.processes(), []
+    for host, process in enumerate(found):
+        state = backend.slab.host(host)
+        spent = [state[f"ticks_{what}"] for what in ("in_env", "waiting", "copying")]  # the shares add up to 1
+        shares = zip(("stepping", "waiting", "copying"), (ticks / max(1, sum(spent)) for ticks in spent), strict=True)
+        hosts.append(dict(shares) | {key: state[key] for key in ("env_steps", "resets")} | figures(*process))
     env_steps, _, restarts = counts_of(backend)
     processes = len({pid for pid, _ in found if pid is not None})
     return {"env_steps": env_steps, "restarts": restarts, "processes": processes, "workers": hosts}
@@ -64,19 +68,6 @@ def counts_of(backend: Backend) -> tuple[int, int, int]:
     hosts = [backend.slab.host(index) for index in range(backend.slab.plan.num_hosts)]
     restarts = int(backend.slab.records["restarts"].sum())
     return sum(host["env_steps"] for host in hosts), sum(host["resets"] for host in hosts), restarts
-
-
-def _host_stats(backend: Backend, host: int, pid: int | None, start: Usage) -> dict[str, Any]:
-    """The shares of the host's time, which add up to 1, its counts, and the figures of its process."""
-    state = backend.slab.host(host)
-    spent = [state["ticks_in_env"], state["ticks_waiting"], state["ticks_copying"]]
-    shares = [ticks / max(1, sum(spent)) for ticks in spent]
-    return {
-        **dict(zip(("stepping", "waiting", "copying"), shares, strict=True)),
-        "env_steps": state["env_steps"],
-        "resets": state["resets"],
-        **figures(pid, start),
-    }
 
 
 def described(envs: Any) -> str:

@@ -25,10 +25,10 @@ from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos, spread
 from muster.vector import checks, results
+from muster.vector.action_writers import sample_actions
 from muster.vector.parts import Assembled
 from muster.vector.raisers import raise_env_error
 from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Floats, Rows, StepResult
-from muster.vector.sampling import sample_actions
 
 _WATCH_S = 0.05
 StepT = TypeVar("StepT", StepResult, AgentsStepResult)

@@ -23,7 +23,8 @@ from muster.pool.unique_indices import tree
 from muster.pool.verbs import Successor
 from muster.rollout.cluster.node_probe import compare_versions, missing_text, versions_here
 from muster.rollout.cluster.node_resident import AskStats, BeginAll, Greeting, NodePlan, Shared
-from muster.rollout.cluster.nodes import Node, shares
+from muster.rollout.cluster.nodes import Node, RayCluster, shares
+from muster.rollout.cluster.ray_engine import RayEngine
 from muster.rollout.replicas.carriers import Parcels
 from muster.rollout.replicas.hooks import PlaceHooks, ReplicaFailed, seed_after
 from muster.rollout.replicas.plans import PoolPlan, ReplicaFields
@@ -152,8 +153,9 @@ class NodeHooks(PlaceHooks, FarHooks):
         return f"node {place} ({self._machines[place][0]})"
 
 
-def on_nodes(plan: PoolPlan, engine: Engine, kept: Kept) -> ReplicaPool:
-    """Replicas on nodes, which `engine` starts. kept: see `PlaceHooks`."""
+def on_nodes(plan: PoolPlan, _: int, kept: Kept, *, cluster: RayCluster | Engine) -> ReplicaPool:
+    """Replicas on nodes. Takes the place of `in_processes`."""
+    engine = RayEngine(cluster) if isinstance(cluster, RayCluster) else cluster
     count, shared, plans = len(plan.plans), Shared(), list[Plan]()
     try:
         sites = engine.places(count)

@@ -53,7 +53,6 @@ def _end_with(raylet: int) -> None:
     os._exit(1)
 
 
-@dataclass(eq=False)
 class _Unasked:
     """The ticket of an order that did not get to Ray."""
 
@@ -79,12 +78,12 @@ class RayHost(Host):
     """A node host. actor: of `NodeActor`.  stored: see `Stored`."""
 
     def __init__(self, connection: Connection, actor: Any, stored: Stored) -> None:
-        self._connection, self._actor, self._stored = connection, actor, stored
+        self._connection, self.actor, self._stored = connection, actor, stored
 
     def ask(self, order: Parcel, *, beside: bool = False) -> Ticket:
         try:
             with self._connection.used() as ray:
-                method, group = (self._actor.answer_beside, "beside") if beside else (self._actor.answer, "order")
+                method, group = (self.actor.answer_beside, "beside") if beside else (self.actor.answer, "order")
                 ticket: Ticket = method.options(concurrency_group=group).remote(
                     *(self._stored.of(ray, one) for one in order)
                 )
@@ -92,14 +91,10 @@ class RayHost(Host):
         except ConnectionLost:
             return _Unasked()  # `wait` says so
 
-    def is_placed(self, ray: Any) -> bool:
-        """True if a process is there for it."""
-        return bool(ray._private.state.actors(self._actor._actor_id.hex())["Pid"])
-
     def kill(self) -> None:
         # Where the connection is lost, the actor is, too.
         with contextlib.suppress(ConnectionLost), self._connection.used(asks_head=True) as ray:
-            ray.kill(self._actor, no_restart=True)
+            ray.kill(self.actor, no_restart=True)
 
 
 @dataclass(frozen=True)
@@ -211,7 +206,8 @@ class RayEngine(Engine):
         asked, labels = self._asked[index], self._spots[index].wish.labels
         free = None
         with contextlib.suppress(ConnectionLost), self._connection.used(asks_head=True) as ray:  # `wait` says so
-            free = None if self._hosts[index].is_placed(ray) else [*_free(ray)]
+            has_process = ray._private.state.actors(self._hosts[index].actor._actor_id.hex())["Pid"]
+            free = None if has_process else [*_free(ray)]
         if free is None:
             return ""
         there = [f"{host} has {_in_words({name: own.get(name, 0) for name in asked})}" for _, host, own in free]
