@@ -41,7 +41,13 @@ class MultiAgentEnvs(EnvSide):
         about_all = {"shared": seen.get("shared"), "state": envs.state_space}
         self._about_all = {name: FieldTree(one, (name,)) for name, one in about_all.items() if one is not None}
         self._masked = {group: (self._sizes[group], *shape) for group, shape in envs.mask_shapes.items()}
-        self.observation_fields = self._fields_of_observations()
+        self.observation_fields = [
+            field for tree in (self._observation_trees | self._about_all).values() for field in tree.fields
+        ]
+        for group, A in self._sizes.items():
+            self.observation_fields += [Field((group, name), (A,), _BOOL) for name in ("alive", "acting")]
+            if group in self._masked:
+                self.observation_fields.append(Field((group, "action_mask"), self._masked[group], _BOOL))
         self.reward_fields = [
             field
             for group, A in self._sizes.items()
@@ -106,14 +112,6 @@ class MultiAgentEnvs(EnvSide):
             cut = before[alive][ids] & after[alive][ids] & ~done[ids]
             truncated[ids] |= cut
             done[ids] |= cut
-
-    def _fields_of_observations(self) -> list[Field]:
-        fields = [field for tree in (self._observation_trees | self._about_all).values() for field in tree.fields]
-        for group, A in self._sizes.items():
-            fields += [Field((group, "alive"), (A,), _BOOL), Field((group, "acting"), (A,), _BOOL)]
-            if group in self._masked:
-                fields.append(Field((group, "action_mask"), self._masked[group], _BOOL))
-        return fields
 
     def _observations(self, obs: Any, infos: dict[str, Any]) -> list[Array]:
         count = len(next(iter(infos["alive"].values())))

@@ -35,7 +35,7 @@ from muster.rollout.episodes import EPISODE_INFO
 from muster.rollout.replicas.plans import Filled, collector_nouns
 from muster.rollout.replicas.policy_travel import PolicyFacts, PolicyObstacle
 from muster.rollout.replicas.replica_pool import in_processes
-from muster.rollout.replicas.replicas import Replicas
+from muster.rollout.replicas.replicas import Replicas, pool_plan
 from muster.rollout.single_agent_side import COLLECTOR
 from muster.rollout.weights import Device, require_shapes
 from muster.vector.checks import values_of
@@ -179,19 +179,19 @@ class MultiCollector(BatchSource):
         with called_as(recipes[0].call):
             facts = PolicyFacts.of(self.policy, is_built_there=policy_factory is not None)
         if (obstacle := facts.obstacle) is None:
-            return Replicas(
+            plan = pool_plan(
                 recipes,
                 facts,
                 policy_factory,
                 sync=sync,
                 threshold=self._threshold,
-                seed=self._seed,
                 collector_options=for_each,
                 count=self._num_collectors,
                 limits=limits,
                 processes=processes,
-                runs=in_processes if self._cluster is None else partial(on_nodes, cluster=self._cluster),
             )
+            runs = in_processes if self._cluster is None else partial(on_nodes, cluster=self._cluster)
+            return Replicas(plan, facts, recipes[0].call, self._seed, runs)
         if self._cluster is not None:
             said = _explained(obstacle, stays="cannot act for envs on other machines while it stays here")
             raise CannotTravel(said, UNCOPYABLE_PAGE)

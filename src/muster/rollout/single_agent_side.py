@@ -135,23 +135,20 @@ def open_envs(envs: Any, num_envs: int | None, make_vec_options: Mapping[str, An
 
     Recipes get ``same_step`` autoreset and no copies of observations other than the collector's own.
     """
-    if isinstance(envs, (GymnasiumVectorEnv, MultiAgentVectorEnv)):
-        if num_envs is not None or make_vec_options:
-            raise ConfigError(
-                "num_envs and make_vec_options are for recipes; this is a vector env, made already: "
-                f"{type(envs).__name__} of {envs.num_envs} envs"
-            )
-        return _side_of(envs), False
-    options = {"autoreset_mode": "same_step", "copy": False, "state": True, **(make_vec_options or {})}
-    options["wrappers"] = with_torchrl(options.get("wrappers"))
-    with called_as(COLLECTOR):
-        made = make_vec(envs, num_envs, **options)
+    is_own = not isinstance(envs, (GymnasiumVectorEnv, MultiAgentVectorEnv))
+    if is_own:
+        options = {"autoreset_mode": "same_step", "copy": False, "state": True, **(make_vec_options or {})}
+        options["wrappers"] = with_torchrl(options.get("wrappers"))
+        with called_as(COLLECTOR):
+            envs = make_vec(envs, num_envs, **options)
+    elif num_envs is not None or make_vec_options:
+        raise ConfigError(
+            "num_envs and make_vec_options are for recipes; this is a vector env, made already: "
+            f"{type(envs).__name__} of {envs.num_envs} envs"
+        )
     try:
-        return _side_of(made), True
+        return MultiAgentEnvs(envs) if isinstance(envs, MultiAgentVectorEnv) else SingleAgentEnvs(envs), is_own
     except BaseException:
-        made.close()
+        if is_own:
+            envs.close()
         raise
-
-
-def _side_of(envs: Any) -> EnvSide:
-    return MultiAgentEnvs(envs) if isinstance(envs, MultiAgentVectorEnv) else SingleAgentEnvs(envs)

@@ -160,17 +160,24 @@ class RayEngine(Engine):
         is_first = index not in self._hosts
         # Where the connection is lost, the host before is returned: `wait` says so.
         lost = contextlib.nullcontext() if is_first else contextlib.suppress(ConnectionLost)
-        with lost, self._connection.used() as ray, _refused(index):
-            actor = self._kind.options(
-                num_cpus=cpus,
-                num_gpus=wish.gpus,
-                memory=wish.memory_bytes,
-                resources={**(wish.resources or {})},
-                label_selector={**(wish.labels or {})},
-                scheduling_strategy=self._strategy(ray, index, spot, is_first=is_first),
-                runtime_env=runtime_env,
-            )
-            self._hosts[index] = RayHost(self._connection, actor.remote(), self._stored)
+        with lost, self._connection.used() as ray:
+            try:
+                actor = self._kind.options(
+                    num_cpus=cpus,
+                    num_gpus=wish.gpus,
+                    memory=wish.memory_bytes,
+                    resources={**(wish.resources or {})},
+                    label_selector={**(wish.labels or {})},
+                    scheduling_strategy=self._strategy(ray, index, spot, is_first=is_first),
+                    runtime_env=runtime_env,
+                )
+                self._hosts[index] = RayHost(self._connection, actor.remote(), self._stored)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"Ray does not take the wishes for node {index}: {error}. They come from muster.Node and "
+                    "RayCluster. A runtime_env with folders is given to the first collector of a process, or to its "
+                    "own ray.init()"
+                ) from error
         return self._hosts[index]
 
     def _strategy(self, ray: Any, index: int, spot: _Spot, *, is_first: bool) -> Any:
@@ -231,18 +238,6 @@ class RayEngine(Engine):
         finally:
             self._connection.close()
         self._closed = True  # last: another close ends what a Ctrl-C has left of this
-
-
-@contextlib.contextmanager
-def _refused(index: int) -> Iterator[None]:
-    """Says what Ray says of wishes that it does not take."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"Ray does not take the wishes for node {index}: {error}. They come from muster.Node and RayCluster. A "
-            "runtime_env with folders is given to the first collector of a process, or to its own ray.init()"
-        ) from error
 
 
 def _spots(ray: Any) -> list[_Spot]:

@@ -20,7 +20,7 @@ from muster.errors import ClosedError, SpecMismatch
 from muster.hosts.failures import failures_of, to_one_exception
 from muster.hosts.questions import EnvQuestion, Kept, opened, packer
 from muster.hosts.recipe_plans import Recipes, plans_of
-from muster.pickling import called_as
+from muster.pickling import UserCall, called_as
 from muster.pool.environment import changes_of
 from muster.pool.launcher_client import standard_fds
 from muster.pool.limits import Limits
@@ -32,7 +32,7 @@ from muster.rollout.replicas.hooks import ReplicaFailed
 from muster.rollout.replicas.plans import PRELOADS, Filled, PoolPlan, ReplicaPlan, collector_nouns
 from muster.rollout.replicas.policy_travel import PolicyFacts, pack_factory, pack_policy
 from muster.rollout.replicas.replica_pool import ReplicaPool, in_processes
-from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes, shapes_of
+from muster.rollout.replicas.shared_weights import SharedWeights, shapes_of
 from muster.rollout.weights import Copies, weights_to_send
 from muster.transport.big_arrays import memfd
 from muster.transport.slab import split_evenly
@@ -41,36 +41,80 @@ from muster.transport.slab import split_evenly
 _REPLICAS = 3
 
 
+def pool_plan(
+    recipes: Sequence[Recipe],
+    facts: PolicyFacts,
+    policy_factory: Callable[[], Any] | None,
+    *,
+    sync: bool,
+    threshold: float,
+    collector_options: Mapping[str, Any],
+    count: int,
+    limits: Limits,
+    processes: Processes,
+) -> PoolPlan:
+    """The plan for `count` replicas. threshold: a share of them.  Raises CannotTravel."""
+    firsts, call, forks = split_evenly(len(recipes), count), recipes[0].call, processes.context == "fork"
+    set_up = SetUp.of_this_process(processes.init)
+    processes = replace(
+        processes,
+        preloads=() if any(changes_of(processes.worker_env, count)) else PRELOADS,
+        set_up=set_up.elsewhere() if call.far else set_up,
+    )
+    envs = [range(*ends) for ends in itertools.pairwise(firsts)]
+    nouns = collector_nouns(envs, limited=limits.step_timeout is not None)
+    policy: list[Any] = []  # its pickle, and big buffers, which collectors that are no forks read where they lie
+    big: list[pickle.PickleBuffer] | None = None if forks else []
+    with called_as(call):
+        if policy_factory is not None:
+            policy = [pack_factory(policy_factory, processes.context, big)]
+        elif facts.policy is not None:
+            policy = [pack_policy(facts.policy, big)]
+    if big is not None:
+        policy = [*map(pickle.PickleBuffer, policy), *big]
+
+    def content(own: Recipes, envs: range) -> ReplicaPlan:
+        batch_envs = len(recipes) if sync else len(envs)
+        T = -(-collector_options["frames_per_batch"] // batch_envs)
+        return ReplicaPlan(
+            own,
+            envs.start,
+            policy if forks else len(policy),
+            policy_is_factory=policy_factory is not None,
+            part=(envs.start, envs.stop) if sync else (0, len(envs)),
+            batch_envs=batch_envs,
+            max_restarts=limits.restarts,
+            options={
+                **collector_options,
+                "frames_per_batch": T * len(envs),
+                "init_random_frames": -(-collector_options["init_random_frames"] // count),
+            },
+        )
+
+    plans = plans_of(recipes, firsts, processes, content)
+    for plan in () if forks else plans:
+        plan.big += policy
+    return PoolPlan(plans, processes, with_hints(nouns, call, len(recipes), count), limits, sync, threshold * count)
+
+
 class Replicas:
     """A `CollectorSet` of replicas of a policy with shares of envs, which a `ReplicaPool` runs.
 
-    threshold: a share of the collectors.  runs: makes the pool.
-    The others: see `MultiCollector`, and `ReplicaPool`.
+    call: that of the user.  runs: makes the pool.
     """
 
     def __init__(
         self,
-        recipes: Sequence[Recipe],
+        plan: PoolPlan,
         facts: PolicyFacts,
-        policy_factory: Callable[[], Any] | None,
-        *,
-        sync: bool,
-        threshold: float,
+        call: UserCall,
         seed: int | None,
-        collector_options: Mapping[str, Any],
-        count: int,
-        limits: Limits,
-        processes: Processes,
         runs: Callable[[PoolPlan, int, Kept], ReplicaPool] = in_processes,
     ) -> None:
-        self._firsts = split_evenly(len(recipes), count)
-        self._facts = facts
-        self._seed, self._call_words = seed, recipes[0].call
-        self._count, self._forks = count, processes.context == "fork"
-        self._pack = packer(self._call_words, forked=self._forks)
-        self._envs = range(len(recipes))
+        self._facts, self._seed, self._count = facts, seed, len(plan.plans)
+        self._pack = packer(call, forked=plan.processes.context == "fork")
+        self._envs = range(plan.plans[-1].envs.stop)
         self._updating = threading.Lock()
-        plan = self._planned(recipes, policy_factory, sync, threshold, collector_options, limits, processes)
         with naming_limits("the collectors could not start"), standard_fds():
             self._weights_fd = memfd("weights")
         weakref.finalize(self, os.close, self._weights_fd)
@@ -82,65 +126,6 @@ class Replicas:
             self.close()
             raise
 
-    def _planned(
-        self,
-        recipes: Sequence[Recipe],
-        policy_factory: Callable[[], Any] | None,
-        sync: bool,
-        threshold: float,
-        collector_options: Mapping[str, Any],
-        limits: Limits,
-        processes: Processes,
-    ) -> PoolPlan:
-        """Raises CannotTravel."""
-        set_up = SetUp.of_this_process(processes.init)
-        processes = replace(
-            processes,
-            preloads=() if any(changes_of(processes.worker_env, self._count)) else PRELOADS,
-            set_up=set_up.elsewhere() if self._call_words.far else set_up,
-        )
-        envs = [range(*ends) for ends in itertools.pairwise(self._firsts)]
-        nouns = collector_nouns(envs, limited=limits.step_timeout is not None)
-        policy: list[Any] = []  # its pickle, and big buffers, which collectors that are no forks read where they lie
-        big: list[pickle.PickleBuffer] | None = None if self._forks else []
-        with called_as(self._call_words):
-            if policy_factory is not None:
-                policy = [pack_factory(policy_factory, processes.context, big)]
-            elif self._facts.policy is not None:
-                policy = [pack_policy(self._facts.policy, big)]
-        if big is not None:
-            policy = [*map(pickle.PickleBuffer, policy), *big]
-
-        def content(own: Recipes, envs: range) -> ReplicaPlan:
-            batch_envs = len(recipes) if sync else len(envs)
-            T = -(-collector_options["frames_per_batch"] // batch_envs)
-            return ReplicaPlan(
-                own,
-                envs.start,
-                policy if self._forks else len(policy),
-                policy_is_factory=policy_factory is not None,
-                part=(envs.start, envs.stop) if sync else (0, len(envs)),
-                batch_envs=batch_envs,
-                max_restarts=limits.restarts,
-                options={
-                    **collector_options,
-                    "frames_per_batch": T * len(envs),
-                    "init_random_frames": -(-collector_options["init_random_frames"] // self._count),
-                },
-            )
-
-        plans = plans_of(recipes, self._firsts, processes, content)
-        for plan in () if self._forks else plans:
-            plan.big += policy
-        return PoolPlan(
-            plans,
-            processes,
-            with_hints(nouns, self._call_words, len(recipes), self._count),
-            limits,
-            sync,
-            threshold * self._count,
-        )
-
     def _begin(self) -> None:
         self._pool.launch(self._seeds(0))
         self._pool.reset(self._seeds(0))
@@ -149,7 +134,13 @@ class Replicas:
         weights = self._facts.weights() or self._pool.weights()
         expected = shapes_of(weights)
         for k, built in enumerate(self._pool.shapes()):
-            _require_same(k, expected, built)
+            if built != expected:
+                names = sorted(name for name in expected.keys() | built.keys() if expected.get(name) != built.get(name))
+                raise SpecMismatch(
+                    f"the policy of collector {k} has other weights than those it is to follow: {names[:5]} are "
+                    f"{[built.get(name) for name in names[:5]]}, expected {[expected.get(name) for name in names[:5]]}."
+                    " policy_factory, and what rebuild_with was given, must build what they stand for"
+                )
         self._weights = SharedWeights(weights, self._weights_fd)
         self._weights.write(weights)
         self._pool.follow(self._weights)
@@ -235,14 +226,3 @@ class Replicas:
             raise error from error.__cause__
         except ClosedError:
             raise ClosedError("the collector processes have ended; make another MultiCollector") from None
-
-
-def _require_same(collector: int, expected: WeightShapes, built: WeightShapes) -> None:
-    if built == expected:
-        return
-    differing = sorted(name for name in expected.keys() | built.keys() if expected.get(name) != built.get(name))[:5]
-    raise SpecMismatch(
-        f"the policy of collector {collector} has other weights than those it is to follow: {differing} are "
-        f"{[built.get(name) for name in differing]}, expected {[expected.get(name) for name in differing]}. "
-        "policy_factory, and what rebuild_with was given, must build what they stand for"
-    )
