@@ -1,25 +1,19 @@
 """What `update_policy_weights_` takes along beside parameters and buffers."""
 
+import functools
 import warnings
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
 import muster
+from envs import Scripted
 
-
-class Still(gym.Env):
-    observation_space = spaces.Box(-1, 1, (1,), np.float32)
-    action_space = spaces.Box(-100, 100, (1,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(1, np.float32), 0.0, False, False, {}
+Still = functools.partial(
+    Scripted, obs_space=spaces.Box(-1, 1, (1,), np.float32), action_space=spaces.Box(-100, 100, (1,), np.float32)
+)
 
 
 class Scale:
@@ -47,43 +41,18 @@ class Policy(torch.nn.Module):
         return torch.zeros_like(obs) + told
 
 
-def _set(policy, name):
-    with torch.no_grad():
-        match name:
-            case "weight":
-                policy.bias += 2
-            case "number":
-                policy.epsilon = 3.0
-            case "tensor in place":
-                policy.mean += 2
-            case "new tensor":
-                policy.mean = torch.full((1,), 2.0)
-            case "tensor in a dict":
-                policy.stats["mean"] += 2
-            case "number in a list":
-                policy.stats["all"][0] = 2.0
-            case "helper's tensor":
-                policy.scale.mean = policy.scale.mean + 2
-            case "helper's number":
-                policy.scale.count += 2
-            case "array":
-                policy.table += 2
-            case "eval":
-                policy.eval()
-
-
-CASES = [
-    "weight",
-    "number",
-    "tensor in place",
-    "new tensor",
-    "tensor in a dict",
-    "number in a list",
-    "helper's tensor",
-    "helper's number",
-    "array",
-    "eval",
-]
+CHANGES = {
+    "weight": lambda policy: policy.bias.data.add_(2),
+    "number": lambda policy: setattr(policy, "epsilon", 3.0),
+    "tensor in place": lambda policy: policy.mean.add_(2),
+    "new tensor": lambda policy: setattr(policy, "mean", torch.full((1,), 2.0)),
+    "tensor in a dict": lambda policy: policy.stats["mean"].add_(2),
+    "number in a list": lambda policy: policy.stats["all"].__setitem__(0, 2.0),
+    "helper's tensor": lambda policy: setattr(policy.scale, "mean", policy.scale.mean + 2),
+    "helper's number": lambda policy: setattr(policy.scale, "count", policy.scale.count + 2),
+    "array": lambda policy: policy.table.__iadd__(2),
+    "eval": lambda policy: policy.eval(),
+}
 
 
 def _acts(collector):
@@ -99,8 +68,8 @@ def test_collectors_follow_the_policy_as_a_collector_does():
         muster.Collector(Still, policy, make_vec_options={"backend": "serial"}, **options) as here,
     ):
         assert _acts(collector) == _acts(here) == [51.0]
-        for name in CASES:
-            _set(policy, name)
+        for name, change in CHANGES.items():
+            change(policy)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 collector.update_policy_weights_()
@@ -160,7 +129,7 @@ def test_names_fit_whichever_side_is_compiled(learner_is_compiled):
     plain, compiled = torch.nn.Linear(1, 1), torch.compile(torch.nn.Linear(1, 1), backend="eager")
     learner, policy = (compiled, plain) if learner_is_compiled else (plain, compiled)
     with torch.no_grad():
-        learner.weight.fill_(0.5)
+        learner.weight.fill_(0.0)
         learner.bias.fill_(4.0)
     options = {"num_envs": 1, "frames_per_batch": 2, "make_vec_options": {"backend": "serial"}}
     with muster.Collector(Still, policy, **options) as collector:

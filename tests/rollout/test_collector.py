@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from collecting import SERIAL, collect, count_env, zeros_policy
+from collecting import SERIAL, Noisy, batches_equal, collect, count_env, zeros_policy
 from counting_env import CountingEnv, DictEnv, NoisyEnv
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
@@ -17,14 +16,6 @@ import muster
 from muster.errors import ConfigError, EnvError, SpecMismatch
 from muster.rollout.collector import Collector
 from muster.rollout.storage import next_observations
-
-
-class Noisy(nn.Module):
-    """Random actions of torch's global generator, and the observation's mean next to them."""
-
-    def forward(self, obs):
-        return {"action": torch.randint(0, 100, (len(obs),)), "mean": obs.mean(-1)}
-
 
 # ---- rows
 
@@ -287,11 +278,6 @@ def test_device_that_cannot_be_used_is_a_clear_error():
 
 
 # ---- seeds and state
-
-
-def batches_equal(a: TensorDict, b: TensorDict) -> bool:
-    keys = set(a.keys(True, True))
-    return keys == set(b.keys(True, True)) and all(a[key].equal(b[key]) for key in keys)
 
 
 @pytest.mark.parametrize("policy", [None, Noisy()])

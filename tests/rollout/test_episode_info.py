@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from typing import ClassVar
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from agent_envs import Script
 from collecting import collect, zeros_policy
 from counting_env import CountingEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from pettingzoo import ParallelEnv
 from stable_baselines3 import PPO as SB3PPO
 from stable_baselines3.common.utils import safe_mean
 from stable_baselines3.common.vec_env import DummyVecEnv
@@ -146,31 +144,20 @@ def test_names_that_are_none(kind, names):
         kind("CartPole-v1", num_envs=1, frames_per_batch=8, episode_info=names)
 
 
-class Team(ParallelEnv):
-    """Agent a ends after 3 steps, as a success; b after 6, without one, and its team has a score of its own."""
+class Team(Script):
+    """Agent a_0 ends after 3 steps, as a success; b_0 after 6, without one, and its team has a score of its own."""
 
-    metadata: ClassVar = {"name": "team"}
-    possible_agents: ClassVar = ["a", "b"]
-
-    def observation_space(self, agent):
-        return gym.spaces.Box(-1, 1, (2,), np.float32)
-
-    def action_space(self, agent):
-        return gym.spaces.Discrete(2)
-
-    def reset(self, seed=None, options=None):
-        self.agents, self.count = ["a", "b"], 0
-        return {agent: np.zeros(2, np.float32) for agent in self.agents}, {agent: {} for agent in self.agents}
+    def __init__(self) -> None:
+        ends = {(3, "a_0"): "terminated", (6, "b_0"): "terminated"}
+        super().__init__(["a_0 b_0"] * 3 + ["b_0"] * 3 + [""], ends)
 
     def step(self, actions):
-        self.count += 1
-        now, ends = self.agents, {agent: self.count >= (3 if agent == "a" else 6) for agent in self.agents}
-        self.agents = [agent for agent in now if not ends[agent]]
-        infos = {agent: {"is_success": agent == "a" and ends[agent]} for agent in now}
-        if ends["b"]:
-            infos["b"]["score"] = 4
-        zeros = {agent: np.zeros(2, np.float32) for agent in now}
-        return zeros, dict.fromkeys(now, 1.0), ends, dict.fromkeys(now, False), infos
+        *rows, ended, cut, infos = super().step(actions)
+        for agent, info in infos.items():
+            info["is_success"] = agent == "a_0" and ended[agent]
+        if ended["b_0"]:
+            infos["b_0"]["score"] = 4
+        return *rows, ended, cut, infos
 
 
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])

@@ -4,28 +4,14 @@ import functools
 import gc
 import os
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from torch import nn
 
 import muster
+from envs import Scripted
 from muster.pool.resources import private_bytes
-
-
-class Clock(gym.Env):
-    observation_space = spaces.Box(-1e9, 1e9, (2,), np.float32)
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        self.t = 0
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action):
-        self.t += 1
-        return np.full(2, self.t, np.float32), float(self.t), False, False, {}
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -38,7 +24,7 @@ def test_parts_of_batches_stay_as_they_are_and_hold_no_file_open(sync):
         lambda batch: batch[0],
     ]
     options = {"num_collectors": 2, "num_envs": 2, "frames_per_batch": 4, "total_frames": 400, "sync": sync}
-    with muster.MultiCollector(Clock, **options) as collector:
+    with muster.MultiCollector(Scripted, **options) as collector:
         batches = iter(collector)
         kept = [next(batches)]
         copies = [kept[0].clone()]
@@ -57,7 +43,7 @@ def test_parts_of_batches_stay_as_they_are_and_hold_no_file_open(sync):
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_forked_child_keeps_the_batch_that_it_was_forked_with(sync):
     options = {"num_collectors": 2, "num_envs": 2, "frames_per_batch": 4, "sync": sync}
-    with muster.MultiCollector(Clock, **options) as collector:
+    with muster.MultiCollector(Scripted, **options) as collector:
         batch = collector.rollout()
         copy = batch.clone()
         asks, answers = os.pipe(), os.pipe()
@@ -83,7 +69,7 @@ def test_a_forked_child_keeps_the_batch_that_it_was_forked_with(sync):
 
 def test_memory_of_dropped_batches_is_used_again():
     options = {"num_collectors": 1, "num_envs": 1, "frames_per_batch": 4}
-    with muster.MultiCollector(Clock, **options) as collector:
+    with muster.MultiCollector(Scripted, **options) as collector:
         for _ in range(20):
             collector.rollout()
         size = os.fstat(collector._collectors._pool._carrier._memory.fd).st_size
@@ -101,8 +87,9 @@ class Tabled(nn.Module):
         return torch.full((len(obs),), int(self.table[-1]))
 
 
-class Spoiling(Clock):
+class Spoiling(Scripted):
     def __init__(self, table):
+        super().__init__()
         self.table = table
 
     def step(self, action):
@@ -123,8 +110,9 @@ def test_collectors_hold_big_arguments_once_for_all(how):
 
 
 def test_big_arguments_hold_no_file_open_in_workers():
-    class Reader(Clock):
+    class Reader(Scripted):
         def __init__(self, table):
+            super().__init__()
             self.table = table
 
         def open_files(self):

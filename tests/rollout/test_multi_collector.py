@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from collecting import Constant, zeros_policy
+from collecting import Constant, Noisy, batches_equal, zeros_policy
 from counting_env import CountingEnv, NoisyEnv
 from gymnasium import spaces
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -34,19 +34,9 @@ from slow import slow
 MultiCollector = functools.partial(AnyMultiCollector, context="fork")
 
 
-class Noisy(nn.Module):
-    def forward(self, obs):
-        return {"action": torch.randint(0, 100, (len(obs),)), "mean": obs.mean(-1)}
-
-
 class Refusing(nn.Module):
     def forward(self, obs):
         raise ZeroDivisionError("no action is good enough")
-
-
-def batches_equal(a, b):
-    keys = set(a.keys(True, True))
-    return keys == set(b.keys(True, True)) and all(a[key].equal(b[key]) for key in keys)
 
 
 def test_reset_at_each_iter_resets_once_before_the_first_batch():

@@ -81,12 +81,6 @@ def test_what_can_be_rebuilt_is_named_as_one_would_write_it():
     assert any("muster.rebuild_with(OnlyOne, a_factory)" in way for way in found.ways_out())
 
 
-def test_the_mark_says_why():
-    policy = Holding(None)
-    policy.layer.uncopyable = "drives the arm"
-    assert tuple(obstacle_to(policy))[::2] == ("policy.layer", "drives the arm")
-
-
 def test_meta_tensors_are_no_obstacle():
     policy = Holding([torch.empty(2, device="meta")])
     policy.placeholder = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
