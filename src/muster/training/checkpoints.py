@@ -27,6 +27,7 @@ from muster.training.run_folder import (
     COPIES,
     SUFFIX,
     RunFolder,
+    as_word,
     copies_in,
     reading,
     require_room,
@@ -159,7 +160,7 @@ def read_checkpoint(path: Path, name: str = CHECKPOINT) -> dict[str, Any]:
     file = path / name
     if not os.path.lexists(file):
         states = states_in(path)
-        remedy = f"To go on with it: muster train --resume {path}"
+        remedy = f"To go on with it: muster train --resume {as_word(path)}"
         if states:
             remedy = f"To go on, copy an older state to it: {', '.join(states)}"
         raise UsageError(f"{path} has no {name}. {remedy}")
