@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +16,8 @@ import torch
 from command import muster
 from muster import load_policy
 from muster.errors import UsageError
-from muster.training.checkpoints import read_checkpoint
+from muster.training.checkpoints import Checkpoints, read_checkpoint
+from muster.training.run_folder import RunFolder
 
 OPTIONS = ("--backend=serial", "--num-envs=4", "--num-steps=32", "--num-minibatches=1", "--update-epochs=1")
 
@@ -157,3 +161,15 @@ def test_a_run_that_begins_again_for_want_of_states_keeps_its_metrics(tmp_path: 
     result = muster("train", "--resume", str(run), "--total-steps=128")
     assert (result.exit_code, "Its rows so far are in metrics.lost.csv" in result.output) == (0, True), result.output
     assert (run / "metrics.lost.csv").read_text() == before
+
+
+def test_a_state_that_found_no_room_is_followed_by_that_of_the_next_iteration(tmp_path: Path):
+    ppo: Any = SimpleNamespace(steps=1, state_dict=lambda: {"steps": ppo.steps})
+    with RunFolder(tmp_path / "run") as folder:
+        checkpoints = Checkpoints(folder, steps=0)
+        checkpoints.save(ppo)
+        with patch.object(folder, "save_checkpoint", side_effect=OSError("full")), pytest.raises(OSError, match="full"):
+            checkpoints.save(ppo, now=True)
+        ppo.steps = 2
+        checkpoints.save(ppo)
+    assert read_checkpoint(folder.path)["steps"] == checkpoints.saved == 2

@@ -25,7 +25,7 @@ def test_it_is_said_once_tried_again_and_ends_no_training(runs: dict[str, dict[s
     run = runs["full for a while"]
     assert run["status"] == 0
     assert run["output"].count("The training goes on, and tries again to save.") == 1
-    assert run["output"].count("There is room again: all is saved.") == 1
+    assert run["output"].count("There is room again: the newest state is saved.") == 1
     assert (run["rows"], run["checkpoint"], run["charts"]) == ([64, 128, 192, 256, 320], 320, [64, 128, 192, 256, 320])
     assert run["copies"] == ["000000000064.safetensors", "000000000320.safetensors"]  # the newest of those that waited
 

@@ -378,7 +378,7 @@ class Disk:
             said = f"{str(self.full).rstrip('.')}. The training goes on, and tries again to save."
             self._console.print(f"[yellow]{escape(said)}[/]")
         elif before is not None and self.full is None:
-            self._console.print("There is room again: all is saved.")
+            self._console.print("There is room again: the newest state is saved.")
         if others:
             raise others[0]
 
