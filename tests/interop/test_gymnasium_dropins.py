@@ -8,7 +8,7 @@ from functools import partial
 import gymnasium
 import numpy as np
 import pytest
-from dropin_envs import Counter, Interrupted, Raising, Repeater, Slow
+from dropin_envs import Careless, Counter, Interrupted, Raising, Repeater, Slow
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AsyncVectorEnv as TheirAsync
 from gymnasium.vector.async_vector_env import _async_worker
@@ -25,6 +25,14 @@ def test_may_be_stepped_before_the_first_reset(vectorise):
         obs, rewards, *_ = envs.step([0, 1])
     assert obs.tolist() == [[1.0], [1.0]]
     assert rewards.tolist() == [1.0, 1.0]
+
+
+@BOTH
+def test_observations_are_cast_and_axes_of_length_one_filled_in(vectorise):
+    with vectorise([Careless] * 2) as envs:
+        obs, _ = envs.reset()
+        assert obs.dtype == np.float32
+        assert obs.shape == (2, 1)
 
 
 def test_final_observations_of_discrete_spaces_are_numbers_as_the_env_gives_them():

@@ -38,6 +38,17 @@ def make():
 
 
 @BOTH
+def test_seeds_and_options_are_used_once(vec_env_cls, make):
+    envs = make(vec_env_cls([Counter] * 2))
+    assert envs.seed(7) == [7, 8]
+    envs.set_options([{"level": 1}, {}])
+    envs.reset()
+    envs.reset()
+    assert envs.get_attr("seeds") == [[7, None], [8, None]]
+    assert envs.get_attr("options") == [[{"level": 1}, None], [None, None]]
+
+
+@BOTH
 def test_an_env_whose_reset_knows_no_options_may_be_used(vec_env_cls, make):
     envs = make(vec_env_cls([SeedOnly] * 2))
     envs.seed(1)
