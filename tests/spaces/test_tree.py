@@ -51,6 +51,9 @@ def test_differences_are_named_whatever_the_order_of_keys(got: Any, path: str | 
     expected = spaces.Dict({"a": spaces.Box(0, 1, (2,)), "b": spaces.Discrete(2)})
     found = first_difference(expected, got, "obs", bounds=True)
     assert (found.path, found.field) == (path, field) if found else path is None
+    choices = first_difference(spaces.MultiDiscrete([2, 3]), spaces.MultiDiscrete([2, 4]), "act", bounds=True)
+    assert choices is not None
+    assert choices.field == "nvec"
 
 
 def test_leaves_lie_apart_and_aligned() -> None:
