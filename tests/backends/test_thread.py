@@ -9,36 +9,31 @@ import textwrap
 import threading
 import time
 
-import gymnasium as gym
 import numpy as np
 import pytest
 
 import muster
 import programs
+from envs import Scripted
 from hanging import released, worker_threads
 from muster.errors import EnvError
 from slow import slow
 
 
-class Meeting(gym.Env):
+class Meeting(Scripted):
     """Its step returns only once as many envs are in step at the same time as the barrier asks for."""
 
-    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
     def __init__(self, barrier=None, step=None):
+        super().__init__()
         self.barrier = barrier
         self.in_step = step
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(2, np.float32), {}
 
     def step(self, action):
         if self.barrier is not None:
             self.barrier.wait(10)
         if self.in_step is not None:
             self.in_step()
-        return np.zeros(2, np.float32), 0.0, False, False, {"thread": threading.current_thread().name}
+        return *super().step(action)[:4], {"thread": threading.current_thread().name}
 
 
 @pytest.fixture(autouse=True)

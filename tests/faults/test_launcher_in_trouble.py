@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import gymnasium as gym
 import psutil
 import pytest
 
 import muster
+from envs import Scripted
 from muster.errors import WorkerDied
 from muster.pickling.functools_pickling import _ByValue
 from muster.pool.launcher_client import LauncherClient
@@ -68,13 +68,6 @@ def test_a_close_does_not_wait_for_a_stopped_launcher() -> None:
         envs.close()  # warns where a worker has not closed in time
 
 
-class Local(gym.Env):
-    observation_space = action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return 0, {}
-
-
 @pytest.mark.parametrize("lock", [LauncherClient._lock, *slow(_live_envs._lock, _ByValue._lock)])
 @pytest.mark.parametrize("context", ["forkserver", *slow("spawn", "fork")])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -94,7 +87,7 @@ def test_a_child_starts_workers_although_a_thread_held_a_lock_at_the_fork(lock: 
         signal.alarm(30)
         try:
             muster.make_vec("CartPole-v1", 1, backend="serial").close()
-            with muster.make_vec(lambda: Local(), 2, num_workers=2, context=context) as envs:
+            with muster.make_vec(lambda: Scripted(), 2, num_workers=2, context=context) as envs:
                 envs.reset()
             os._exit(0)
         finally:

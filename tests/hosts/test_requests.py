@@ -5,10 +5,10 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import gymnasium as gym
 import pytest
 
 import muster
+from envs import Scripted
 from muster.errors import CannotTravel, UnknownMessage, WorkerDied
 from muster.hosts.questions import Call, Packed, Reset, packer
 from muster.pickling import MAKE_VEC
@@ -59,19 +59,15 @@ def test_a_users_value_is_in_the_message_once(forked: bool) -> None:
     assert len(pickle.dumps(packer(MAKE_VEC, forked=forked)(value, {}))) < 1_100_000
 
 
-class Environ(gym.Env[Any, Any]):
+class Levelled(Scripted):
     """An env for whose `level` anything will do."""
 
-    observation_space = action_space = gym.spaces.Discrete(2)
     level: Any = None
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
-        return 0, {}
 
 
 def test_what_cannot_be_rebuilt_is_refused_by_the_envs_for_whom_it_came() -> None:
     unbuildable = Unbuildable()
-    with muster.make_vec(Environ, 4, num_workers=2) as envs:
+    with muster.make_vec(Levelled, 4, num_workers=2) as envs:
         envs.reset()
         with pytest.raises(CannotTravel, match="what was sent to the worker"):
             envs.set_attr("level", [1, unbuildable, 2, 3])

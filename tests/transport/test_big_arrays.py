@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 
-import gymnasium as gym
 import numpy as np
 import pytest
 
 import muster
+from envs import Scripted
 from muster.recipes.recipe import make_recipes, pack, unpack
 from muster.transport.big_arrays import BigArrays, map_big_arrays, memfd
 from slow import slow
@@ -18,19 +18,12 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 MEGABYTE = 1 << 20
 
 
-class Keeper(gym.Env):
+class Keeper(Scripted):
     """Keeps arrays of its own."""
 
-    observation_space = action_space = gym.spaces.Discrete(2)
-
     def __init__(self, big, text=b"", other=None):
+        super().__init__()
         self.big, self.text, self.other = big, text, other
-
-    def reset(self, *, seed=None, options=None):
-        return 0, {}
-
-    def step(self, action):
-        return 0, 0.0, False, False, {}
 
     def sums(self):
         return int(self.big.sum()), len(self.text), None if self.other is None else int(self.other.sum())

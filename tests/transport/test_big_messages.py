@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 
 import muster
+from envs import Scripted
 from muster.errors import WaitTimeout, WorkerDied, WorkerTimeout
 from muster.transport.channel import Channel, ChannelClosed
 from processes import kill_worker, stat_of
@@ -26,24 +26,12 @@ BOUND_S = 30.0
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
-class Env(gym.Env[Any, Any]):
-    observation_space = gym.spaces.Box(0, 1e9, (1,), np.float64)
-    action_space = gym.spaces.Discrete(2)
-    given = 0
-
-    def __init__(self) -> None:
-        info = muster.get_worker_info()
-        assert info is not None
-        self.index = info.env_index
-
+class Env(Scripted):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.given = len((options or {}).get("text", b""))
-        return np.array([self.given], np.float64), {}
+        super().reset(seed=seed)
+        return np.full(3, len((options or {}).get("text", b"")), np.float32), {}
 
-    def step(self, action: Any) -> Any:
-        return np.array([self.given], np.float64), 0.0, False, False, {}
-
-    def length(self, text: bytes) -> int:
+    def measure(self, text: bytes) -> int:
         return len(text)
 
     def give_and_stop(self, index: int) -> bytes:
@@ -85,13 +73,13 @@ def bounded(call: Callable[[], Any]) -> Any:
 def test_big_messages_arrive_whole(context: str) -> None:
     with make(context=context) as envs:
         assert envs.reset(options={"text": BIG})[0][:, 0].tolist() == [len(BIG)] * 2
-        assert envs.call("length", BIG) == (len(BIG),) * 2
+        assert envs.call("measure", BIG) == (len(BIG),) * 2
         envs.set_attr("text", [BIG, BIG + b"y"])
         assert [len(text) for text in envs.get_attr("text")] == [len(BIG), len(BIG) + 1]
 
 
 SENDS: dict[str, Callable[[Any], Any]] = {
-    "call": lambda envs: envs.call("length", BIG),
+    "call": lambda envs: envs.call("measure", BIG),
     "set_attr": lambda envs: envs.set_attr("text", BIG),
     "reset": lambda envs: envs.reset(options={"text": BIG}),
 }
@@ -110,7 +98,7 @@ def test_a_stopped_worker_is_replaced_over_what_is_sent_to_it(send: str) -> None
         else:
             with pytest.raises(WorkerTimeout, match="worker 1 .*step_timeout=2.0"):
                 bounded(lambda: SENDS[send](envs))
-        assert envs.call("length", BIG) == (len(BIG),) * 2
+        assert envs.call("measure", BIG) == (len(BIG),) * 2
         assert envs.stats()["restarts"] == 1
 
 
@@ -133,7 +121,7 @@ def test_half_an_answer_is_waited_for_no_longer_than_asked() -> None:
             bounded(lambda: envs.call_wait(timeout=0.5))
         os.kill(pid, signal.SIGCONT)
         assert [len(text) for text in envs.call_wait()] == [len(BIG)] * 2
-        assert envs.call("length", b"abc") == (3, 3)
+        assert envs.call("measure", b"abc") == (3, 3)
 
 
 def test_half_an_answer_ends_in_the_step_timeout() -> None:

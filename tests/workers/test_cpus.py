@@ -97,14 +97,6 @@ def test_answers_are_right_at_whatever_pace_the_caller_steps(two_workers: Any) -
                 assert one.tolist() == another.tolist()
 
 
-def test_two_vector_envs_live_on_the_same_cores(two_workers: Any) -> None:
-    with muster.make_vec(Seated, 4, num_workers=2) as others:
-        others.reset(seed=0)
-        for _ in range(200):
-            one, another = (envs.step(np.ones(4, np.int64))[0] for envs in (two_workers, others))
-        assert one.tolist() == another.tolist()
-
-
 def test_of_very_many_workers_on_a_core_none_stays_awake_for_long() -> None:
     allowed, num_workers = os.sched_getaffinity(0), 21
     os.sched_setaffinity(0, {min(allowed)})

@@ -8,11 +8,11 @@ import resource
 import signal
 from typing import Any
 
-import gymnasium as gym
 import pytest
 
 import muster
 import programs
+from envs import Scripted
 from muster.errors import EnvError, LimitReached, WorkerDied
 from processes import parent_of
 from slow import slow
@@ -152,14 +152,8 @@ def test_collectors_name_limits_too(name: str, number: int) -> None:
     assert re.match(r"LimitReached .*`ulimit -a`", out), out
 
 
-class Greedy(gym.Env[Any, Any]):
+class Greedy(Scripted):
     """Opens more files than its process may, or writes a file beyond a limit whose signal it does not ignore."""
-
-    observation_space = gym.spaces.Discrete(2)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return 0, {}
 
     def step(self, action: Any) -> Any:
         if action:

@@ -9,12 +9,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
 
 import muster
+from envs import Scripted
 from muster.errors import NotEnoughMemory
 from muster.pool import resources
 from slow import slow
@@ -24,24 +24,16 @@ LIBRARY_BYTES = 60_000_000
 library = None
 
 
-class Big(gym.Env):
+class Big(Scripted):
     """Holds 30 MB; the first in a process also loads 60 MB that all share. Notes that it was built."""
-
-    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
-    action_space = gym.spaces.Discrete(2)
 
     def __init__(self, notes: str):
         global library
+        super().__init__()
         if library is None:
             library = np.ones(LIBRARY_BYTES, np.uint8)
         self.data = np.ones(ENV_BYTES, np.uint8)
-        (Path(notes) / str(muster.get_worker_info().env_index)).touch()
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(1, np.float32), 0.0, False, False, {}
+        (Path(notes) / str(self.index)).touch()
 
 
 @pytest.fixture
@@ -120,21 +112,17 @@ def test_off_means_off(tmp_path, left):
     muster.make_vec(Big, 2, num_workers=2, env_kwargs=kwargs, context="fork", memory_check="off").close()
 
 
-class Together(gym.Env):
-    """Is built only once three are being built, or, with a limit, after that."""
+class Together(Scripted):
+    """Is built only once three are being built."""
 
-    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self, notes: str, most_s: float = 20.0):
-        (Path(notes) / str(muster.get_worker_info().env_index)).touch()
-        until = time.monotonic() + most_s
-        while len(built(Path(notes))) < 3 or most_s < 20.0:
+    def __init__(self, notes: str):
+        super().__init__()
+        (Path(notes) / str(self.index)).touch()
+        until = time.monotonic() + 20.0
+        while len(built(Path(notes))) < 3:
             if time.monotonic() > until:
                 raise TimeoutError("the others have not begun")
             time.sleep(0.01)
-
-    reset, step = Big.reset, Big.step
 
 
 def drop_in(module: str, name: str, fn: Callable[[], Any]) -> Any:
@@ -191,12 +179,11 @@ def test_room_for_three_of_eight(monkeypatch, early: bool, check: str):
             assert len(warned) == 1
 
 
-class Slow(gym.Env):
+class Slow(Scripted):
     """Takes 2 s; holds 140 MB from the first of them on, or from the last."""
 
-    observation_space, action_space = Big.observation_space, Big.action_space
-
     def __init__(self, early: bool):
+        super().__init__()
         time.sleep(2.0 * (not early))
         self.data = np.ones(140_000_000, np.uint8)
         time.sleep(2.0 * early)

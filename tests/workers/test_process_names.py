@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-import gymnasium
 import pytest
 
 import muster
+from envs import Scripted
 from processes import kill_worker, parent_of
 from slow import slow
 
 
-class Named(gymnasium.Env[Any, Any]):
+class Named(Scripted):
     """Notes the name that its process has while it is built."""
 
-    observation_space = action_space = gymnasium.spaces.Discrete(2)
-
     def __init__(self) -> None:
+        super().__init__()
         self.name = comm(os.getpid())
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        return 0, {}
-
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
-        return 0, 0.0, False, False, {}
 
 
 def comm(pid: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import random
 import secrets
 from pathlib import Path
 from typing import Any
@@ -85,22 +84,6 @@ class Nest(Counter):
 def test_envs_within_envs() -> None:
     with muster.make_vec(Nest, 2) as envs:
         assert sorted(envs.call("all")[0] + envs.call("all")[1]) == [0, 1, 2, 3, 4, 5]
-
-
-def test_no_number_twice_at_a_time() -> None:
-    drawn, taken = random.Random(0), list[tuple[Any, list[int]]]()
-    for _ in range(200):
-        if len(taken) > 4 or (taken and drawn.random() < 0.3):
-            taken.pop(drawn.randrange(len(taken)))[0].close()
-        envs = muster.make_vec(Counter, drawn.randint(1, 4), backend=drawn.choice(["serial", "thread"]))
-        taken.append((envs, unique_indices(envs)))
-        every = [i for _, own in taken for i in own]
-        assert len(every) == len({*every})
-        assert max(every) < 30  # what is closed is used again
-    for envs, _ in taken:
-        envs.close()
-    with muster.make_vec(Counter, 2, backend="serial") as envs:
-        assert unique_indices(envs) == [0, 1]
 
 
 CALLER = """

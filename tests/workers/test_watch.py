@@ -66,10 +66,6 @@ class Hanging(gym.Env[Any, Any]):
     def select(self, fd: int) -> None:
         select.select([fd], [], [], 30.0)
 
-    def loop(self, fd: int) -> None:
-        while not select.select([fd], [], [], 0.0)[0]:
-            pass
-
     def native_poll(self, fd: int) -> None:
         polled = ctypes.create_string_buffer(struct.pack("ihh", fd, select.POLLIN, 0))
         self.answer = self.native("poll", polled, 1, 30_000)
@@ -299,13 +295,6 @@ def test_a_native_call_of_the_env_that_waits_goes_on(way: str, phase: str, soon:
         assert envs.get_attr("answer")[1] == ({"native_poll": 1, "native_sleep": 0}[way], 0) != (-1, errno.EINTR)
 
 
-def test_a_loop_is_seen_at_work(soon: None, server: str, lines: Any) -> None:
-    with muster.make_vec(functools.partial(Hanging, "step", server, "loop"), 2, num_workers=2) as envs:
-        envs.reset()
-        envs.step([0, 0])
-        assert "in loop\n" in lines()[0]
-
-
 @pytest.mark.parametrize("num_workers", [20, *slow(4)])
 def test_20_envs_that_hang_make_one_line(num_workers: int, soon: None, server: str, lines: Any) -> None:
     env = functools.partial(Hanging, "step", server, hangs=tuple(range(20)), more_s=0.1)
@@ -375,14 +364,6 @@ def test_last_words_hold_all_that_the_env_wrote_and_no_stack_of_the_watch(soon: 
             envs.call(lambda env, i: os._exit(3) if i else None)
         ticks = [int(line.split()[1]) for line in caught.value.last_words.splitlines()]
         assert ticks == list(range(ticks[0], ticks[0] + max(5, len(ticks))))
-
-
-@pytest.mark.slow
-def test_the_first_line_comes_after_10_s(server: str, lines: Any) -> None:
-    with muster.make_vec(functools.partial(Hanging, "step", server), 2, num_workers=2) as envs:
-        envs.reset()
-        envs.step([0, 0])
-    assert re.match(r"env 1 \(worker 1\) has been in step for 1[01]\.\d s", lines()[0])
 
 
 FACTORY = """

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 import muster
 import programs
+from envs import Scripted
 from muster.errors import ConfigError
 from muster.pool.resources import usable_cores
 from processes import kill_worker
@@ -99,15 +99,6 @@ def test_an_envs_module_finds_its_workers_variables_when_it_is_imported(
     assert [at_import for at_import, _ in found] == [first, first, second]
     assert _NUMBER not in os.environ
     assert os.environ[_GONE] == "the caller's"
-
-
-@pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
-def test_mujoco_reads_the_variable_that_its_worker_has(context: str) -> None:
-    if find_spec("mujoco") is None:
-        pytest.skip("needs mujoco")
-    worker_env = [{"MUJOCO_GL": "disable"}, {"MUJOCO_GL": "glfw"}]
-    with muster.make_vec("HalfCheetah-v5", 2, num_workers=2, context=context, worker_env=worker_env) as envs:
-        assert envs.call(lambda env, index: hasattr(sys.modules["mujoco"], "GLContext")) == (False, True)
 
 
 def test_a_spawned_worker_has_its_variables_before_python_starts() -> None:
@@ -215,13 +206,6 @@ def _sb3(env: Any, worker_env: Any) -> Any:
     return envs, envs.reset()
 
 
-def _sb3_make(env: Any, worker_env: Any) -> Any:
-    sb3 = pytest.importorskip("muster.interop.sb3", exc_type=ImportError)
-    options = {"num_workers": 2, "worker_env": worker_env}
-    envs = sb3.make_vec_env(env, 2, vec_env_cls=sb3.SubprocVecEnv, vec_env_kwargs=options)
-    return envs, envs.reset()
-
-
 def _torchrl(env: Any, worker_env: Any) -> Any:
     torchrl = pytest.importorskip("muster.interop.torchrl", exc_type=ImportError)
     envs = torchrl.ParallelEnv(2, env, num_processes=1, worker_env=worker_env)
@@ -231,7 +215,7 @@ def _torchrl(env: Any, worker_env: Any) -> Any:
 # TorchRL's in one process, since under variables each of them imports PyTorch.
 @pytest.mark.parametrize(
     ("make", "second"),
-    [(_gymnasium, 11), (_sb3, 11), pytest.param(_sb3_make, 11, marks=pytest.mark.slow), (_torchrl, 10)],
+    [(_gymnasium, 11), (_sb3, 11), (_torchrl, 10)],
 )
 def test_drop_ins_take_variables_too(make: Any, second: float, probe: Any) -> None:
     envs, obs = make(probe, lambda i: {_NUMBER: 10 + i})
@@ -289,11 +273,9 @@ def test_backends_without_processes_refuse_variables(backend: str) -> None:
         muster.make_vec("CartPole-v1", 2, backend=backend, worker_env={})
 
 
-class WithTorch(gymnasium.Env[Any, Any]):
-    observation_space = gymnasium.spaces.Discrete(2)
-    action_space = gymnasium.spaces.Discrete(2)
-
+class WithTorch(Scripted):
     def __init__(self) -> None:
+        super().__init__()
         self._torch = import_module("torch")
 
     def threads(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import muster
-from muster.errors import ConfigError, EnvError, WorkerDied
+from muster.errors import ConfigError, EnvError
 from processes import kill_worker
 from sample_envs import Counter
 
@@ -97,11 +96,6 @@ def test_the_error_of_a_function_that_raises_says_whose_it_is(way: dict[str, Any
     with pytest.raises(EnvError, match="no licence left\nRaised by worker_init") as caught:
         muster.make_vec(Needy, 3, worker_init=break_down, **way)
     assert type(caught.value.__cause__) is ValueError
-
-
-def test_what_ends_the_process_is_reported_as_a_death() -> None:
-    with pytest.raises(WorkerDied, match="exit code 7"):
-        muster.make_vec(Counter, 1, worker_init=functools.partial(os._exit, 7))
 
 
 @pytest.mark.parametrize("init", [5, "Script", muster.lazy(prepare), lambda i: None], ids=["int", "str", "lazy", "i"])
