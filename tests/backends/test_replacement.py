@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 
 import muster
+from envs import Scripted
 from muster.errors import WorkerDied
 from one_instance import DeclaredSimulator, compile_library
 from processes import kill_worker
@@ -24,20 +24,16 @@ BOUND_S = 30.0
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
-class Env(gym.Env[Any, Any]):
+class Env(Scripted):
     """Observes ``[env_index, options["goal"], step]``. Reads files in `folder`: what to do, and whether to go on.
 
     ``wait-1`` lets env 1 wait in its constructor until the file is gone; ``reset-1`` makes its next resets fail, as
     often as the file has lines, each in the way that the line says.
     """
 
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
     def __init__(self, folder: str) -> None:
-        info = muster.get_worker_info()
-        assert info is not None
-        self.index, self.folder, self.goal, self.steps = info.env_index, Path(folder), -1, 0
+        super().__init__()
+        self.folder, self.goal = Path(folder), -1
         while (self.folder / f"wait-{self.index}").exists():
             time.sleep(0.01)
 
@@ -49,14 +45,13 @@ class Env(gym.Env[Any, Any]):
             os.kill(os.getpid(), signal.SIGKILL)
         if first == "raises":
             raise ValueError("asked for")
-        self.goal, self.steps = (options or {}).get("goal", 0), 0
-        return self._obs(), {}
+        self.goal = (options or {}).get("goal", 0)
+        return super().reset(seed=seed)
 
     def step(self, action: Any) -> Any:
         if action == 1:
             raise ValueError("asked for")
-        self.steps += 1
-        return self._obs(), 1.0, False, False, {}
+        return super().step(action)
 
     def _obs(self) -> Any:
         return np.array([self.index, self.goal, self.steps], np.float32)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_envs import Script
 
 import muster
 from envs import Scripted
@@ -203,33 +202,6 @@ def test_what_was_sent_since_is_not_dropped(backend: str) -> None:
         envs.step_async(ACTIONS)
         with pytest.raises(PendingError):
             envs.reset()
-
-
-class InterruptingAgents(Script):
-    """Env 0 interrupts the caller from its worker, in the first step of its first episode."""
-
-    def __init__(self, caller: int) -> None:
-        super().__init__()
-        self.caller = caller
-
-    def step(self, actions: Any) -> Any:
-        caller, self.caller = self.caller, 0
-        if caller and muster.get_worker_info().env_index == 0:
-            os.kill(caller, signal.SIGINT)
-            time.sleep(0.2)
-        return super().step(actions)
-
-
-def test_after_it_envs_of_agents_may_be_reset_at_once_too() -> None:
-    actions = {"a": np.ones((2, 2), np.int64), "b": np.ones((2, 1), np.int64)}
-    with muster.make_vec(InterruptingAgents, 2, num_workers=2, env_kwargs={"caller": os.getpid()}) as envs:
-        envs.reset()
-        with pytest.raises(KeyboardInterrupt):
-            envs.step(actions)
-        with pytest.raises(PendingError):
-            envs.step(actions)
-        envs.reset()
-        assert (envs.step(actions)[0]["b"][..., 0] == 1).all()
 
 
 class Failing(Scripted):

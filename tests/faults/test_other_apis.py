@@ -9,57 +9,50 @@ import numpy as np
 import pytest
 
 import muster
+from envs import Scripted
 from muster.errors import EnvError, RecipeError, SpecMismatch
 
 OBS = np.zeros(3, np.float32)
 BOX = gym.spaces.Box(-1, 1, (3,), np.float32)
 
 
-class Plain(gym.Env[Any, Any]):
-    observation_space = BOX
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        return OBS, {}
-
-    def step(self, action: Any) -> Any:
-        return OBS, 0.0, False, False, {}
-
-
-class ResetsAsGym(Plain):
+class ResetsAsGym(Scripted):
     def reset(self, **_: Any) -> Any:
         return OBS
 
 
-class StepsAsGym(Plain):
+class StepsAsGym(Scripted):
     def step(self, action: Any) -> Any:
         return OBS, 0.0, False, {}
 
 
-class InfosInLists(Plain):
+class InfosInLists(Scripted):
     def step(self, action: Any) -> Any:
         return OBS, 0.0, False, False, ["info"]
 
 
-class LacksKeys(Plain):
-    observation_space = gym.spaces.Dict({"x": BOX, "y": BOX})
+class LacksKeys(Scripted):
+    def __init__(self) -> None:
+        super().__init__(obs_space=gym.spaces.Dict({"x": BOX, "y": BOX}))
 
     def reset(self, **_: Any) -> Any:
         return {"x": OBS}, {}
 
 
-class HasNoSpace(Plain):
-    observation_space = None  # type: ignore[assignment]
+class HasNoSpace(Scripted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = None  # type: ignore[assignment]
 
 
-class KeepsItsGraph(Plain):
+class KeepsItsGraph(Scripted):
     def reset(self, **_: Any) -> Any:
         import torch  # not at the top: workers import this module
 
         return torch.zeros(3, requires_grad=True), {}
 
 
-class TakesNoSeed(Plain):
+class TakesNoSeed(Scripted):
     def reset(self) -> Any:  # type: ignore[override]
         return OBS, {}
 
@@ -164,10 +157,10 @@ def test_a_reset_that_takes_no_seed_is_shown_what_to_take() -> None:
 
 
 def test_actions_of_other_bounds_have_a_remedy() -> None:
-    class Wide(Plain):
+    class Wide(Scripted):
         action_space = gym.spaces.Box(-2, 2, (1,))
 
-    class Narrow(Plain):
+    class Narrow(Scripted):
         action_space = gym.spaces.Box(-1, 1, (1,))
 
     with pytest.raises(SpecMismatch, match=r"low is \[-1\.\], expected \[-2\.\]; .*RescaleAction"):

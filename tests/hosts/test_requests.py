@@ -10,7 +10,7 @@ import pytest
 import muster
 from envs import Scripted
 from muster.errors import CannotTravel, UnknownMessage, WorkerDied
-from muster.hosts.questions import Call, Packed, Reset, packer
+from muster.hosts.questions import Call, Packed, packer
 from muster.pickling import MAKE_VEC
 from muster.pool.messages import unopened
 from muster.transport.mail import dumps
@@ -39,12 +39,6 @@ def test_a_replaced_worker_answers_after_an_unknown_request() -> None:
         envs._backend._post(0, "jump")
         envs.reset(seed=0)
         assert envs.call("has_wrapper_attr", "render") == (True, True)
-
-
-def test_what_a_user_hands_over_arrives_as_it_was() -> None:
-    sent = Reset({3: 7}, Packed(dumps({"map": "small"})), passes_options=False)
-    arrived = pickle.loads(dumps(sent))
-    assert repr(arrived) == repr(Reset({3: 7}, {"map": "small"}, passes_options=False))
 
 
 def test_a_value_that_is_passed_on_is_not_opened() -> None:

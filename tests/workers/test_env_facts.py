@@ -7,7 +7,6 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
-import psutil
 import pytest
 import zmq
 from gymnasium.utils import RecordConstructorArgs
@@ -126,25 +125,3 @@ def test_nobody_copies_the_arguments_of_an_env(start, tmp_path):
 def test_the_spec_is_that_of_the_env(options):
     with muster.make_vec(partial(gym.make, "CartPole-v1", **options), 1, backend="serial") as envs:
         assert envs.spec == gym.make("CartPole-v1", **options).spec
-
-
-def with_table(megabytes):
-    return np.ones(megabytes << 17)
-
-
-def by_function(table, fee):
-    return Market(table)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("entry_point", [Market, by_function, lambda table, fee: Market(table)])
-def test_a_table_costs_its_worker_what_it_costs_a_lone_env_and_the_caller_nothing(entry_point):
-    me, held = psutil.Process(), []
-    for megabytes in (1, 1, 61):
-        before = me.memory_info().rss
-        with muster.make_vec(partial(market, partial(with_table, megabytes), entry_point), 2) as envs:
-            envs.reset()
-            workers = [psutil.Process(worker["pid"]).memory_info().rss for worker in envs.stats()["workers"]]
-            held.append((max(workers), me.memory_info().rss - before))
-    assert held[2][0] - held[1][0] < 80e6
-    assert held[2][1] < 5e6

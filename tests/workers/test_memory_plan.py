@@ -106,12 +106,6 @@ def test_one_process_for_each_env_is_counted(tmp_path, left, caller_steps):
         muster.make_vec(Big, 3, env_kwargs={"notes": str(tmp_path)}, context="fork", caller_steps=caller_steps)
 
 
-def test_off_means_off(tmp_path, left):
-    left(0)
-    kwargs = {"notes": str(tmp_path)}
-    muster.make_vec(Big, 2, num_workers=2, env_kwargs=kwargs, context="fork", memory_check="off").close()
-
-
 class Together(Scripted):
     """Is built only once three are being built."""
 

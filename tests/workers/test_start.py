@@ -130,16 +130,6 @@ def test_workers_leave_nothing_that_python_would_warn_of(context: str, tmp_path:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("context", ["forkserver", *slow("spawn")])
-def test_modules_that_register_their_ids_at_import_are_not_warned_of(context: str, tmp_path: Path) -> None:
-    register = "gymnasium.register('Here-v0', 'ids_here:Env')\n"
-    env = "class Env(gymnasium.envs.classic_control.CartPoleEnv): pass\n"
-    (tmp_path / "ids_here.py").write_text(f"import gymnasium.envs.classic_control\n{env}{register}")
-    code = f"import muster, ids_here; muster.make_vec('Here-v0', 2, num_workers=2, context={context!r}).close()"
-    done = programs.run("-W", "error::UserWarning", "-c", code, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_the_path_may_be_long_and_hold_what_imports_pass_over(monkeypatch: pytest.MonkeyPatch) -> None:
     long = [f"/nowhere/{'x' * 1000}/{i}" for i in range(200)]
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), b"/nowhere", *long])
