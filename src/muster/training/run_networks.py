@@ -115,15 +115,19 @@ def _facts_of_agents(kept: Mapping[str, Any]) -> TrainingSpaces:
 
 
 def _require_room(path: Path, config: PPOConfig, facts: TrainingSpaces) -> None:
-    """Raises RunConfigError where no memory holds the networks, each of which sees at most what all agents see."""
+    """Raises RunConfigError where no memory holds the networks."""
     groups = facts.groups or {"": ("",)}
     seen, acts = (of if facts.groups else {"": of} for of in (facts.observation_space, facts.action_space))
-    inputs = sum(len(agents) * flatdim(seen[group]) for group, agents in groups.items())
-    inputs += 0 if facts.state_space is None else flatdim(facts.state_space)
-    memory = config.memory_size if config.policy == "gru" else 0
-    widths = (memory or inputs, *config.hidden_sizes, sum(map(flatdim, acts.values())))
-    weights = sum(of * to for of, to in itertools.pairwise(widths)) + 3 * memory * (inputs + memory)
-    shared = [isinstance(config, MAPPOConfig) and config.shares_params(group) for group in groups]
-    count = sum(1 if one else len(agents) for one, agents in zip(shared, groups.values(), strict=True))
-    # Layers are objects of 20 KB; and there are the bounds of the spaces.
-    require_room(path, count * (4 * weights + 20_000 * len(widths)) + 40 * (inputs + widths[-1]))
+    judged = 0  # what a critic sees that sees more than its agent
+    if isinstance(config, MAPPOConfig) and config.critic == "centralised":
+        of_all = sum(len(agents) * flatdim(seen[group]) for group, agents in groups.items())
+        judged = of_all if facts.state_space is None else flatdim(facts.state_space)
+    memory, size = config.memory_size if config.policy == "gru" else 0, 0
+    for group, agents in groups.items():
+        inputs, outputs = flatdim(seen[group]), flatdim(acts[group])
+        widths = (max(memory or inputs, judged), *config.hidden_sizes, outputs)
+        weights = 2 * sum(of * to for of, to in itertools.pairwise(widths)) + 3 * memory * (inputs + memory)
+        count = 1 if isinstance(config, MAPPOConfig) and config.shares_params(group) else len(agents)
+        # Layers are objects of 20 KB; and there are the bounds of the spaces.
+        size += count * (4 * weights + 20_000 * len(widths)) + 40 * (inputs + outputs)
+    require_room(path, size)
