@@ -70,7 +70,7 @@ def test_wheel_ships_the_core_and_not_its_sources_and_requires_three_packages(wh
     assert "muster/envs/install_meltingpot.py" in names
     assert "muster/docs/problems/zeromq.md" in names  # errors name these pages
     code = [name for name in names if name.startswith("muster/") and not name.startswith("muster/docs/")]
-    assert {Path(name).suffix for name in code} <= {".py", ".pyi", ".so", ".typed"}
+    assert {Path(name).suffix for name in code} <= {".py", ".pyi", ".so", ".typed", ".toml", ".mplstyle"}
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"muster"}
     assert {Path(name).name for name in names if "/licenses/" in name} == {"LICENSE", "THIRD_PARTY_LICENSES"}
 
