@@ -55,12 +55,7 @@ class UserCall:
 
 
 MAKE_VEC = UserCall(
-    name="muster.make_vec",
-    factory="factory",
-    kwargs="env_kwargs",
-    in_process='backend="serial"',
-    one_each="one_env_per_process=True",
-    context='context="{method}"',
+    "muster.make_vec", "factory", "one_env_per_process=True", 'backend="serial"', 'context="{method}"', "env_kwargs"
 )
 
 _current: ContextVar[UserCall] = ContextVar("muster_user_call", default=MAKE_VEC)
