@@ -21,7 +21,6 @@ from processes import kill_worker, stat_of
 from slow import slow
 
 BIG = b"x" * (16 << 20)
-ACTIONS = np.zeros(2, np.int64)
 BOUND_S = 30.0
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
