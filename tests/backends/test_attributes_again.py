@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from agent_envs import Script
 
 import muster
 from muster.errors import EnvError, WorkerDied
@@ -279,4 +280,23 @@ def test_an_env_alone_in_its_process_has_it_too(fault: int) -> None:
         envs.reset()
         envs.set_attr("goal", [5.0, 6.0])
         restart_env_0(envs, fault)
+        assert envs.get_attr("goal") == (5.0, 6.0)
+
+
+class Team(Script):
+    """Env 0 raises in each step."""
+
+    goal: Any = 0.0
+
+    def step(self, actions: Any) -> Any:
+        if muster.get_worker_info().env_index == 0:
+            raise ValueError("asked for")
+        return super().step(actions)
+
+
+def test_several_agents_envs_are_given_it_too() -> None:
+    with muster.make_vec(Team, 2, num_workers=2, on_failure="restart") as envs:
+        envs.reset()
+        envs.set_attr("goal", [5.0, 6.0])
+        assert envs.step({"a": np.ones((2, 2), np.int64), "b": np.ones((2, 1), np.int64)})[3].tolist() == [True, False]
         assert envs.get_attr("goal") == (5.0, 6.0)
