@@ -295,7 +295,8 @@ class ReplicaPool:
 
     def _order_idle(self) -> None:
         busy = {*self._batches.owing, *self._batches.answers}
-        self._order([k for k in self._pool.reachable if k not in busy])
+        if idle := [k for k in self._pool.reachable if k not in busy]:
+            self._order(idle)
 
     def _order(self, places: Sequence[int]) -> None:
         """Has idle places collect. One that was lost while it was idle begins with the next batch."""
