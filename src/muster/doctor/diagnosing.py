@@ -140,7 +140,7 @@ class Subject:
         found += [Finding("warns", "travel", str(one.message)) for one in said if one.category is UserWarning]
         if not said and isinstance(recipes, bytes):
             found.append(Finding("good", "travel", "the recipe and its arguments can be sent to workers"))
-        return cls(recipe, Trials(recipes, timeout_s), shared_by([recipe], by_fork=recipes == [recipe]))
+        return cls(recipe, Trials(recipes, timeout_s), shared_by([recipe], by_fork=not isinstance(recipes, bytes)))
 
 
 def _diagnose_env(

@@ -91,11 +91,14 @@ def _split(
                 kind.append(agent)
             else:
                 kinds.append([agent])
+        if len(kinds) == 1:
+            split[name] = members
+            continue
         counts = itertools.count(1)
         suffixes = itertools.chain.from_iterable(itertools.product(ascii_lowercase, repeat=count) for count in counts)
         names = (f"{name}_{''.join(letters)}" for letters in suffixes)
         free = (one for one in names if one not in groups)
-        split.update({name: members} if len(kinds) == 1 else zip(free, kinds, strict=False))
+        split.update(zip(free, kinds, strict=False))
     return split
 
 

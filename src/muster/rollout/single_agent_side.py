@@ -135,20 +135,23 @@ def open_envs(envs: Any, num_envs: int | None, make_vec_options: Mapping[str, An
 
     Recipes get ``same_step`` autoreset and no copies of observations other than the collector's own.
     """
-    is_own = not isinstance(envs, (GymnasiumVectorEnv, MultiAgentVectorEnv))
-    if is_own:
-        options = {"autoreset_mode": "same_step", "copy": False, "state": True, **(make_vec_options or {})}
-        options["wrappers"] = with_torchrl(options.get("wrappers"))
-        with called_as(COLLECTOR):
-            envs = make_vec(envs, num_envs, **options)
-    elif num_envs is not None or make_vec_options:
-        raise ConfigError(
-            "num_envs and make_vec_options are for recipes; this is a vector env, made already: "
-            f"{type(envs).__name__} of {envs.num_envs} envs"
-        )
+    if isinstance(envs, (GymnasiumVectorEnv, MultiAgentVectorEnv)):
+        if num_envs is not None or make_vec_options:
+            raise ConfigError(
+                "num_envs and make_vec_options are for recipes; this is a vector env, made already: "
+                f"{type(envs).__name__} of {envs.num_envs} envs"
+            )
+        return _side_of(envs), False
+    options = {"autoreset_mode": "same_step", "copy": False, "state": True, **(make_vec_options or {})}
+    options["wrappers"] = with_torchrl(options.get("wrappers"))
+    with called_as(COLLECTOR):
+        made = make_vec(envs, num_envs, **options)
     try:
-        return MultiAgentEnvs(envs) if isinstance(envs, MultiAgentVectorEnv) else SingleAgentEnvs(envs), is_own
+        return _side_of(made), True
     except BaseException:
-        if is_own:
-            envs.close()
+        made.close()
         raise
+
+
+def _side_of(envs: Any) -> EnvSide:
+    return MultiAgentEnvs(envs) if isinstance(envs, MultiAgentVectorEnv) else SingleAgentEnvs(envs)

@@ -42,6 +42,7 @@ from muster.training.run_folder import (
     RunFolder,
     as_word,
     new_folder,
+    read_config,
     reading,
     require_none,
     states_in,
@@ -168,7 +169,7 @@ def _is_done(run: Path, plan: TrainingPlan, console: Console) -> str:
     if steps < total:
         return ""
     if names := lagging(run, plan.run.log, steps):
-        with RunFolder(run, resume=True), Loggers(run, names, console, config=plan.to_dict()) as loggers:
+        with RunFolder(run, resume=True), Loggers(run, names, console, config=read_config(run)) as loggers:
             loggers.send(steps)
     return (
         f"{run} has made {steps:,} of {total:,} steps: there is nothing left to do. To train it longer, say how many "
