@@ -96,6 +96,23 @@ def test_death_while_idle_is_settled_by_a_reset(envs: Any) -> None:
     assert not envs.step(ACTIONS)[3].any()
 
 
+def test_a_reset_after_a_known_death_takes_its_seed_or_a_new_one() -> None:
+    def observed() -> list[Any]:
+        with muster.make_vec("CartPole-v1", 4, num_workers=2, on_failure="restart") as envs:
+            rows = [envs.reset(seed=0)[0]]
+            for seed in (0, None):
+                kill_worker(envs, 0)
+                with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+                    envs.get_attr("render_mode")
+                rows.append(envs.reset(seed=seed)[0])
+            return rows
+
+    first, again, unseeded = observed()
+    np.testing.assert_array_equal(first, again)
+    assert not (unseeded == first).any()
+    np.testing.assert_array_equal(unseeded, observed()[2])
+
+
 def test_worker_that_dies_in_a_call_costs_the_call_only(envs: Any) -> None:
     envs.reset(seed=0)
     with pytest.raises(WorkerDied, match=r"exit code 7. It was answering call\('die'\)"):
