@@ -243,6 +243,7 @@ def test_damaged_numbers_are_one_line_without_control_characters(run: Path, file
 @pytest.mark.parametrize(
     ("path", "held", "said"),
     [
+        (("steps",), -5, "ValueError: its steps are -5"),
         (("episodes", "returns"), ["a"], "ValueError: could not convert string to float"),
         (("episodes", "lengths"), [None], "TypeError: int"),
         (("schedule", "first"), ["a", 1.0], "ValueError: could not convert string to float"),

@@ -159,14 +159,19 @@ class FarPool(BasePool[FarPlace]):
     def ask_now(self, places: Iterable[int], message: object, limit_s: float) -> dict[int, Any]:
         """Asks residents at once, while they are busy. For any thread. Returns the answers that come in that time."""
         until, order, answers = time.monotonic() + limit_s, [_HEADS[Question], *self.sealed(message)], dict[int, Any]()
-        asked = {self._places[i].host.ask(order, beside=True): self._places[i] for i in places}
-        while asked and time.monotonic() < until:
-            for ticket, data in self._come(asked, SLICE_S):
-                place = asked.pop(ticket)
-                answer = None if isinstance(data, HostGone) else self._said(place, data)
-                if isinstance(answer, Answer):
-                    answers[place.index] = answer.content
-        self._owed |= {ticket: (place, Ping) for ticket, place in asked.items()}
+        asked = dict[Ticket, FarPlace]()
+        try:
+            with Uninterrupted():
+                asked |= {self._places[i].host.ask(order, beside=True): self._places[i] for i in places}
+            while asked and time.monotonic() < until:
+                with Uninterrupted():
+                    for ticket, data in self._come(asked, SLICE_S):
+                        place = asked.pop(ticket)
+                        answer = None if isinstance(data, HostGone) else self._said(place, data)
+                        if isinstance(answer, Answer):
+                            answers[place.index] = answer.content
+        finally:
+            self._owed |= {ticket: (place, Ping) for ticket, place in asked.items()}
         self.deliver_logs()
         return answers
 

@@ -59,7 +59,7 @@ class StartNotice:
 
 @contextmanager
 def starts_unsaid() -> Iterator[None]:
-    """Keeps starts from being said in a ``with`` block, whose author says them elsewhere."""
+    """Keeps starts from being said in a ``with`` block: who writes it says them elsewhere."""
     token = _UNSAID.set(True)
     try:
         yield

@@ -48,6 +48,8 @@ def values_in(table: Mapping[str, Any], owners: Mapping[str, type], *, words: bo
     values = {}
     for key, written in table.items():
         name = _ALIASES.get(key, key.replace("-", "_"))
+        if name in values:
+            raise ConfigError(f"{key} is said twice, by two of its names")
         if name not in owners:
             own = "; what the env itself takes goes into env_kwargs"
             raise ConfigError(f"{key} is no option of the env or of a run{near(name, owners) or own}")
@@ -66,12 +68,12 @@ def read_run_file(path: Path, owners: Mapping[str, type]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         table = _read_yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--config {path} cannot be read: {problem}") from None
     try:
         return values_in(table, owners, words=True)
-    except ConfigError as error:
+    except (ConfigError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
 

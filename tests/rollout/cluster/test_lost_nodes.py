@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -20,9 +21,9 @@ from counting_env import CountingEnv
 import muster
 import programs
 from local_nodes import LocalNodes, content_of, with_content
-from muster.errors import NodeLost
+from muster.errors import NodeLost, UnknownMessage
 from muster.pool.far_worker import Report, parcel_of
-from muster.pool.messages import Ready
+from muster.pool.messages import Answer, Ready
 from muster.rollout.multi_collector import MultiCollector
 from muster.rollout.replicas.carriers import CollectFor, Stop, TakeWeights
 from muster.rollout.replicas.replica import AskFields
@@ -162,6 +163,40 @@ def test_a_host_that_answers_with_something_else_is_lost(bad, at):
     ):
         while True:
             collector.rollout()
+
+
+@pytest.mark.parametrize(("ask", "bad"), [("get_attr", None), ("get_attr", 7), ("get_attr", [1, 2]), ("rollout", None)])
+def test_an_answer_of_another_kind_is_named_and_costs_no_node(ask, bad):
+    cluster = Garbled(parcel_of(Report(Answer(bad))), -1)
+    with collecting(cluster) as collector:
+        collector.rollout()
+        cluster.at = 1
+        with pytest.raises(UnknownMessage, match=f"node 1 .* has sent what is no answer: {re.escape(repr(bad))}"):
+            collector.get_attr("spec") if ask == "get_attr" else collector.rollout()
+        cluster.bad = None
+        assert collector.rollout()["collector", "mask"].all()
+
+
+def test_ctrl_c_while_stats_is_asked_costs_no_node(monkeypatch):
+    class Interrupting(LocalNodes):
+        ends = False
+
+        def wait(self, tickets, timeout_s):
+            if self.ends:
+                self.ends = False
+                signal.raise_signal(signal.SIGINT)
+            return super().wait(tickets, timeout_s)
+
+    cluster = Interrupting(node_timeout=2.0)
+    with collecting(cluster) as collector:
+        collector.rollout()
+        for _ in range(3):
+            cluster.ends = True
+            with pytest.raises(KeyboardInterrupt):
+                collector.stats()
+        time.sleep(2.5)
+        assert collector.rollout()["collector", "mask"].all()
+        assert [node["state"] for node in collector.nodes()] == ["up", "up"]
 
 
 def test_an_answer_that_comes_twice_counts_once():

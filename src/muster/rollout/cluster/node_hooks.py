@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,8 @@ class NodeHooks(PlaceHooks, FarHooks):
 
     def met(self, place: int, met: Met) -> tuple[str, str]:
         self._machines[place] = met.host, met.node_id
-        return compare_versions(versions_here(), met.content, self._name(place))
+        there = met.content if isinstance(met.content, Mapping) else {}
+        return compare_versions(versions_here(), there, self._name(place))
 
     def started(self, fields: ReplicaFields) -> None:
         self._has_started = True

@@ -25,9 +25,10 @@ from muster.rollout.storage import Final, LastInfos, Loss, Storage
 class Carrier(ABC):
     """The way of batches. In sync mode all places fill one batch, otherwise each one of its own.
 
-    gives_up: the question that has places drop what they do, where it does not suffice to stop them.
+    kind: the class of answers.  gives_up: the question that has places drop what they do, where a stop does not.
     """
 
+    kind: type
     gives_up: Message | None = None
 
     def __init__(self, plan: PoolPlan) -> None:
@@ -73,6 +74,8 @@ class Blocks(Carrier):
 
     Replicas look for weights in the file that they have.
     """
+
+    kind = Collected
 
     def __init__(self, plan: PoolPlan, memory: BatchMemory, hooks: ReplicaHooks) -> None:
         super().__init__(plan)
@@ -170,7 +173,7 @@ class Parcels(Carrier):
     are pushed at once, one push a node at a time: the next order has what is left out.
     """
 
-    gives_up = GiveUp()
+    kind, gives_up = NodeBatch, GiveUp()
 
     def __init__(self, plan: PoolPlan, pool: FarPool, hooks: PlaceHooks) -> None:
         super().__init__(plan)

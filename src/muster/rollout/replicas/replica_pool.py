@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from muster.errors import SpecMismatch
+from muster.errors import SpecMismatch, UnknownMessage
 from muster.hosts.failures import Failure
 from muster.hosts.questions import Again, EnvQuestion, Kept
 from muster.pool.closing import close_abandoned
@@ -112,7 +112,7 @@ class ReplicaPool:
                 self._require(self._places)
             parts = {k: question.to(self._envs(k)) for k in self._places}
             answers = self._ask(parts, question.words, is_for_all=question.key is not None)
-            lost = [k for k in self._places if isinstance(answers.get(k), Lost | None)]
+            lost = [k for k in self._places if k not in answers or isinstance(answers[k], Lost)]
             if question.needs_all or len(lost) == len(self._places):
                 self._require(lost)
             for k in lost:
@@ -123,6 +123,8 @@ class ReplicaPool:
                 if isinstance(answer, Raised):
                     raised.append(self._error(k, answer))
                     answers[k] = [Failure.of(raised[-1], env, k, None, None) for env in self._envs(k)]
+                elif not isinstance(answer, list) or len(answer) != len(self._envs(k)):
+                    raise self._no_answer(k, answer)
             return [one for k in self._places for one in answers[k]]
 
         raised: list[Exception] = []
@@ -311,11 +313,12 @@ class ReplicaPool:
         done = []
         for k in self._batches.wait(at_least, _SLICE_S):
             one = self._batches.answers.pop(k)
-            content = one.content if isinstance(one, Answered) else None
-            if isinstance(content, Raised):
-                self._replace_or_raise(k, content)
-            elif content is not None:
-                done.append((k, content))
+            if isinstance(one, Answered) and isinstance(one.content, Raised):
+                self._replace_or_raise(k, one.content)
+            elif isinstance(one, Answered):
+                if not isinstance(one.content, self._carrier.kind):
+                    raise self._no_answer(k, one.content)
+                done.append((k, one.content))
         return done
 
     def _forget_reasons(self) -> None:
@@ -346,6 +349,9 @@ class ReplicaPool:
             successor = self._hooks.on_lost(place, reason)
         assert successor is not None
         self._pool.replace(place, reason, successor, self._plan.close_limits)
+
+    def _no_answer(self, place: int, said: object) -> Exception:
+        return UnknownMessage(f"{self._hooks.nouns.name(place)} has sent what is no answer: {said!r:.200}")
 
     def _error(self, place: int, raised: Raised) -> Exception:
         """The error for what a replica has raised. Closes the pool where restarting its envs did not help."""
