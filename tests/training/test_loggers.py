@@ -202,7 +202,6 @@ def test_the_function_for_mlflow_in_the_docs_logs_each_row(folder: Path):
         (["--config", "tabs.yaml"], "tabs.yaml cannot be read: found character '\\t' that cannot start any token"),
         (["--config", "list.yml"], "list.yml cannot be read: it holds no names with values"),
         (["--config", "unknown.yaml"], "unknown.yaml: num_env is no option of the env or of a run"),
-        (["--config", "twice.yaml"], "twice.yaml: kwargs is said twice, by two of its names"),
         (["--config", "itself.yaml"], "itself.yaml: maximum recursion depth exceeded"),
         (["--config", "deep.yaml"], "deep.yaml cannot be read: maximum recursion depth exceeded"),
         (["--config", "deep.toml"], "deep.toml cannot be read: maximum recursion depth exceeded"),
@@ -212,7 +211,6 @@ def test_what_makes_no_sense_is_named_before_the_first_step(words: list[str], sa
     (folder / "tabs.yaml").write_text("env: CartPole-v1\nnum_envs:\t8\n\tseed: 1\n")
     (folder / "list.yml").write_text("- 8\n")
     (folder / "unknown.yaml").write_text("num_env: 8\n")
-    (folder / "twice.yaml").write_text("env_kwargs: {a: 1}\nkwargs: {b: 2}\n")
     (folder / "itself.yaml").write_text("env: &a [*a]\n")
     for file, equals in (("deep.yaml", ":"), ("deep.toml", "=")):
         (folder / file).write_text(f"env {equals} {'[' * 3000}{']' * 3000}\n")

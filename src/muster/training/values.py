@@ -48,8 +48,6 @@ def values_in(table: Mapping[str, Any], owners: Mapping[str, type], *, words: bo
     values = {}
     for key, written in table.items():
         name = _ALIASES.get(key, key.replace("-", "_"))
-        if name in values:
-            raise ConfigError(f"{key} is said twice, by two of its names")
         if name not in owners:
             own = "; what the env itself takes goes into env_kwargs"
             raise ConfigError(f"{key} is no option of the env or of a run{near(name, owners) or own}")
