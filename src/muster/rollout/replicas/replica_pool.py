@@ -113,10 +113,11 @@ class ReplicaPool:
             parts = {k: question.to(self._envs(k)) for k in self._places}
             answers = self._ask(parts, question.words, is_for_all=question.key is not None)
             lost = [k for k in self._places if k not in answers or isinstance(answers[k], Lost)]
-            if question.needs_all or len(lost) == len(self._places):
+            must_answer = question.needs_all or len(lost) == len(self._places)
+            if must_answer:
                 self._require(lost)
             for k in lost:
-                if k in answers and question.key is None and (question.needs_all or len(lost) == len(self._places)):
+                if must_answer and question.key is None and k in answers:
                     raise answers[k].error
                 answers[k] = [None] * len(self._envs(k))
             for k, answer in answers.items():
