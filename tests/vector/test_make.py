@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -85,3 +86,27 @@ def test_gymnasiums_names_of_the_autoreset_modes_are_known() -> None:
     for mode in (AutoresetMode.SAME_STEP, "SameStep", "same_step"):
         with muster.make_vec([Counter], backend="serial", autoreset_mode=mode) as envs:
             assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+
+
+class LikeAnEnv:
+    """Has what an env of Gymnasium has, and is none of its classes."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(2)
+    pay = 1.0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(2, np.float32), self.pay, False, False, {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_env_need_not_be_of_gymnasiums_class() -> None:
+    with muster.make_vec(LikeAnEnv, 2, num_workers=1) as envs:
+        envs.reset(seed=0)
+        envs.set_attr("pay", [3.0, 4.0])
+        assert envs.get_attr("pay") == (3.0, 4.0)
+        assert envs.step(np.zeros(2, np.int64))[1].tolist() == [3.0, 4.0]
