@@ -72,3 +72,6 @@ class _Doubling:
     def reset(self, **kwargs: Any) -> Any:
         obs, infos = self.env.reset(**kwargs)
         return {agent: 2 * one for agent, one in obs.items()}, infos
+
+    def observe(self, agent: str) -> Any:
+        """A method that envs with turns have, too; this one has no turns."""

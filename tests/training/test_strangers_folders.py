@@ -243,7 +243,6 @@ def test_damaged_numbers_are_one_line_without_control_characters(run: Path, file
 @pytest.mark.parametrize(
     ("path", "held", "said"),
     [
-        (("steps",), -5, "ValueError: its steps are -5"),
         (("episodes", "returns"), ["a"], "ValueError: could not convert string to float"),
         (("episodes", "lengths"), [None], "TypeError: int"),
         (("schedule", "first"), ["a", 1.0], "ValueError: could not convert string to float"),
@@ -262,6 +261,15 @@ def test_a_damaged_state_is_one_line(run: Path, path: tuple[Any, ...], held: Any
     result = muster("train", "--resume", str(run), *GO_ON)
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
     assert f"checkpoint.safetensors is not that of the run in config.json: {said}" in result.stderr
+
+
+def test_negative_steps_are_those_of_no_run(run: Path):
+    (run / "checkpoint.safetensors").write_bytes(packed({**read_checkpoint(run), "steps": -5}))
+    rows = (run / "metrics.csv").read_text()
+    result = muster("train", "--resume", str(run), *GO_ON)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1), result.output
+    assert "checkpoint.safetensors is that of no run: its steps are -5" in result.stderr
+    assert (run / "metrics.csv").read_text() == rows
 
 
 def written(file: Path, header: dict[str, Any] | bytes, data: bytes = b"", size: int | None = None) -> None:
