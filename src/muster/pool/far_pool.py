@@ -162,7 +162,8 @@ class FarPool(BasePool[FarPlace]):
         asked = dict[Ticket, FarPlace]()
         try:
             with Uninterrupted():
-                asked |= {self._places[i].host.ask(order, beside=True): self._places[i] for i in places}
+                for place in [self._places[i] for i in places]:
+                    asked[place.host.ask(order, beside=True)] = place
             while asked and time.monotonic() < until:
                 with Uninterrupted():
                     for ticket, data in self._come(asked, SLICE_S):

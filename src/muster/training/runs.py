@@ -267,8 +267,8 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
         return 0.0
     with reading(folder.checkpoint_path):
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
-        if ppo.steps < 0:
-            raise UsageError(f"{folder.checkpoint_path} is that of no run: its steps are {ppo.steps}")
+    if ppo.steps < 0:
+        raise UsageError(f"{folder.checkpoint_path} is that of no run: its steps are {ppo.steps}")
     if later := states_after(folder.path, ppo.steps):
         raise UsageError(
             f"{folder.path} would go on from step {ppo.steps:,}, and has later states, in places that new ones would "

@@ -21,8 +21,8 @@ from counting_env import CountingEnv
 import muster
 import programs
 from local_nodes import LocalNodes, content_of, with_content
-from muster.errors import NodeLost, UnknownMessage
-from muster.pool.far_worker import Report, parcel_of
+from muster.errors import ConfigError, NodeLost, UnknownMessage
+from muster.pool.far_worker import Met, Report, parcel_of
 from muster.pool.messages import Answer, Ready
 from muster.rollout.multi_collector import MultiCollector
 from muster.rollout.replicas.carriers import CollectFor, Stop, TakeWeights
@@ -177,7 +177,13 @@ def test_an_answer_of_another_kind_is_named_and_costs_no_node(ask, bad):
         assert collector.rollout()["collector", "mask"].all()
 
 
-def test_ctrl_c_while_stats_is_asked_costs_no_node(monkeypatch):
+def test_a_greeting_without_versions_is_named():
+    greeting = parcel_of(Report(Met("elsewhere", "id", None)))
+    with pytest.raises(ConfigError, match=r"node 1 .* has Python \(none\) instead of"):
+        collecting(Garbled(greeting, 1), on_failure="raise")
+
+
+def test_ctrl_c_while_stats_is_asked_costs_no_node():
     class Interrupting(LocalNodes):
         ends = False
 

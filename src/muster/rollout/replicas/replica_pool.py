@@ -314,12 +314,14 @@ class ReplicaPool:
         done = []
         for k in self._batches.wait(at_least, _SLICE_S):
             one = self._batches.answers.pop(k)
-            if isinstance(one, Answered) and isinstance(one.content, Raised):
+            if isinstance(one, Lost):
+                continue
+            if isinstance(one.content, Raised):
                 self._replace_or_raise(k, one.content)
-            elif isinstance(one, Answered):
-                if not isinstance(one.content, self._carrier.kind):
-                    raise self._no_answer(k, one.content)
+            elif isinstance(one.content, self._carrier.kind):
                 done.append((k, one.content))
+            else:
+                raise self._no_answer(k, one.content)
         return done
 
     def _forget_reasons(self) -> None:
