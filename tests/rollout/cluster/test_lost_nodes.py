@@ -183,23 +183,31 @@ def test_a_greeting_without_versions_is_named():
         collecting(Garbled(greeting, 1), on_failure="raise")
 
 
+class Interrupting:
+    """A socket that has its process interrupted after the first part of what is sent."""
+
+    def __init__(self, end):
+        self.end, self.parts = end, 0
+
+    def sendall(self, data):
+        self.end.sendall(data)
+        self.parts += 1
+        if self.parts == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    def __getattr__(self, name):
+        return getattr(self.end, name)
+
+
 def test_ctrl_c_while_stats_is_asked_costs_no_node():
-    class Interrupting(LocalNodes):
-        ends = False
-
-        def wait(self, tickets, timeout_s):
-            if self.ends:
-                self.ends = False
-                signal.raise_signal(signal.SIGINT)
-            return super().wait(tickets, timeout_s)
-
-    cluster = Interrupting(node_timeout=2.0)
+    cluster = LocalNodes(node_timeout=2.0)
     with collecting(cluster) as collector:
         collector.rollout()
-        for _ in range(3):
-            cluster.ends = True
+        for host in cluster.hosts:
+            end, host.end = host.end, Interrupting(host.end)
             with pytest.raises(KeyboardInterrupt):
                 collector.stats()
+            host.end = end
         time.sleep(2.5)
         assert collector.rollout()["collector", "mask"].all()
         assert [node["state"] for node in collector.nodes()] == ["up", "up"]
