@@ -27,6 +27,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import MusterError
+from muster.extras import VERSION
 from muster.lazy_values import lazy
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from muster.training.run_policy import load_policy
     from muster.training.train import train
 
-    __version__: str
+__version__ = VERSION
 
 _LATER = {
     "Collector": "rollout.collector",
@@ -78,8 +79,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"muster.{name}")
-    if name == "__version__":
-        return importlib.import_module("importlib.metadata").version("muster-rl")
     if name not in _LATER:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")
     if name == "train":
@@ -90,6 +89,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     from muster.extras import is_installed
 
-    names = {*globals(), *__all__, *_SUBMODULES, "__version__"}
+    names = {*globals(), *__all__, *_SUBMODULES}
     # `help(muster)` reads every name in here, and would end with the first that needs a package which is missing.
     return sorted(names if is_installed("torch") and is_installed("tensordict") else names - _NEED_TORCH)

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import NamedTuple
 
+# A test holds it to pyproject.toml.
+VERSION = "0.1.0"
+
 # OpenMP spins 300,000 times for the next loop, milliseconds in which nobody else has the core; this is microseconds.
 _SPINS = "1000"
 
