@@ -15,7 +15,7 @@ from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, to_exception
 from muster.hosts.questions import Again, EnvQuestion, packer
-from muster.hosts.recipe_plans import plans_of
+from muster.hosts.recipe_plans import about_of, plans_of
 from muster.hosts.requests import Attach, EnvPlan, HostOptions, Restart
 from muster.pickling import UserCall
 from muster.pickling.interrupts import Uninterrupted
@@ -27,10 +27,9 @@ from muster.pool.resources import MAY_SHARE, MemoryPlan, Usage, usage_of
 from muster.pool.set_up import Processes
 from muster.pool.unique_indices import UniqueIndices
 from muster.pool.verbs import Successor
-from muster.pool.worker_process import close_own, own
+from muster.pool.worker_process import close_own, open_files
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import Recipe
-from muster.transport.big_arrays import memfd
 from muster.transport.channel import watched_s
 from muster.transport.mail import LocalMail, Mail, SharedMail
 from muster.transport.slab import Slab, SlabPlan
@@ -111,14 +110,13 @@ class ProcessBackend(PooledBackend):
         for plan in plans:
             plan.parts = len(plan.envs)
         with Uninterrupted(), standard_fds():
-            for name in ("slab", "mail"):
-                self._files[name] = memfd(name)
-                own(self._files[name])
+            open_files(self._files, "slab", "mail")
         processes = dataclasses.replace(processes, preloads=(*ENV_PRELOADS, *processes.preloads))
         self.pool = Pool(
             *("muster.hosts.env_resident:EnvResident", plans, processes, self, self._limits),
             files=self._files,
             nouns=self._nouns(),
+            about=about_of(self._recipes, self.first_envs),
         )
         self._has_pool, self._round = True, self.pool.round()
         local: list[EnvFacts] = []

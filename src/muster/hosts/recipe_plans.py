@@ -14,6 +14,7 @@ from muster.pool.place import Plan
 from muster.pool.set_up import Processes
 from muster.pool.worker import Here, Resident
 from muster.recipes.recipe import Recipe, pack, unpack
+from muster.transport.slab import LAYOUT
 from muster.worker_info import WorkerInfo
 
 Recipes = Sequence[Recipe] | bytes
@@ -39,6 +40,16 @@ def plans_of(
         )
         plans.append(plan)
     return plans
+
+
+def about_of(recipes: Sequence[Recipe], first_envs: Sequence[int], *, own_indices: bool = False) -> dict[str, Any]:
+    """The facts about a pool's envs for its about file. first_envs: of each host, and their number at the end.
+
+    own_indices: whether each host counts its envs from 0.
+    """
+    kind = recipes[0].call.name.removeprefix("muster.")
+    own = {"kind": kind, "env": recipes[0].name.removeprefix("of "), "layout": LAYOUT}
+    return {**own, "first_envs": list(first_envs), "own_indices": own_indices}
 
 
 class RecipeResident(Resident):

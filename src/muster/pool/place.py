@@ -277,6 +277,7 @@ class Starting:
     """The things that only the start of a pool needs, and that of its replacements.
 
     surroundings: by place.  reports: of the first worker's building.  fails_at: when the start fails at the latest.
+    about: the fd of the pool's about file.
     """
 
     orders: list[StartOrder] = field(default_factory=list)
@@ -286,6 +287,7 @@ class Starting:
     big_arrays: BigArrays | None = None
     reports: list[Any] = field(default_factory=list)
     fails_at: float = math.inf
+    about: int | None = None
 
     def fails(self, place: Place, error: BaseException) -> None:
         """Notes that a place has failed for good."""
@@ -318,6 +320,7 @@ class Starting:
             self.inheritance.close()
         if self.big_arrays is not None:
             self.big_arrays.close()
+        close_own(self.about)
 
 
 def launch(

@@ -20,6 +20,7 @@ from typing import Any
 from muster._core import HOST_BYTES, Doing
 from muster.errors import CannotTravel, UnknownMessage, UsageError, WorkerError, WorkerTimeout
 from muster.pickling.interrupts import Uninterrupted
+from muster.pool.about import about_pool
 from muster.pool.closing import ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.environment import Surroundings, changed, changes_of
@@ -47,8 +48,8 @@ from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
 from muster.pool.watch import activity_in
-from muster.pool.worker_process import Poller, close_own, own, python_stacks
-from muster.transport.big_arrays import BigArrays, memfd
+from muster.pool.worker_process import Poller, close_own, open_files, python_stacks
+from muster.transport.big_arrays import BigArrays
 from muster.transport.channel import Channel, ChannelClosed, frame, watched_s
 from muster.transport.mail import dumps
 
@@ -65,7 +66,7 @@ class Pool(BasePool[Place]):
 
     resident: ``"module:Class"`` of a `Resident`.  plans: one for each place.
     files: fds by name, which all workers get; they stay the owner's.  reported: called with what residents report.
-    take_logs: see `LogInbox`; of workers that are apart only `hand_over_waits`.
+    take_logs: see `LogInbox`; of workers that are apart only `hand_over_waits`.  about: see `about_pool`.
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class Pool(BasePool[Place]):
         nouns: Nouns = NOUNS,
         reported: Callable[[Any], object] = lambda content: None,
         take_logs: Callable[[bytes, int], None] = hand_over,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(hooks, nouns, take_logs)
         self._resident, self._options, self._limits, self._reported = resident, processes, limits, reported
         self.plans = plans
-        self._files = dict(files or {})
+        self._files, self._of_pool = dict(files or {}), about
         self._take_logs = hand_over_waits if processes.are_apart else take_logs
         self._own_files: dict[str, int] = {}
         self._log_inbox: LogInbox | None = None
@@ -122,8 +124,7 @@ class Pool(BasePool[Place]):
     def _launch_all(self, *, is_judged: bool, at_once: bool) -> None:
         refuse_while_script_runs()
         options, starting = self._options, self._starting
-        self._notice = StartNotice(self._nouns.starting)
-        forks = options.context == "fork"
+        self._notice, forks = StartNotice(self._nouns.starting), options.context == "fork"
         self._number(self.plans)
         around = Surroundings.here()
         environ = around.environ if forks else worker_environment(around.environ, options.threads, options.hash_seed)
@@ -136,9 +137,8 @@ class Pool(BasePool[Place]):
         began = watched_s()
         with Uninterrupted(), standard_fds():
             starting.inheritance = None if forks else Inheritance([plan.fds for plan in self.plans])
-            for name in ("arrays", "logs", "activity"):
-                self._own_files[name] = memfd(name)
-                own(self._own_files[name])
+            open_files(self._own_files, "arrays", "logs", "activity")
+            starting.about = about_pool(self._of_pool, self._nouns, len(self.plans), self._files | self._own_files)
         os.ftruncate(self._own_files["activity"], max(1, len(self.plans)) * HOST_BYTES)
         self._log_inbox = LogInbox(self._own_files["logs"], self._take_logs)
         self.log_flag = self._log_inbox.flag
@@ -354,10 +354,11 @@ class Pool(BasePool[Place]):
         self._look(self._places)
 
     def _hint(self, place: Place) -> str:
+        shown = f" To look at all workers: muster top {os.getpid()}." if self._of_pool else ""
         if not place.starts:
-            return self._nouns.patience
+            return self._nouns.patience + shown
         limit = self._nouns.start_limit(self._limits.start_timeout)
-        return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + place.rebuilding
+        return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + shown + place.rebuilding
 
     def _doing(self, place: Place) -> str:
         return place.building if place.starts else super()._doing(place)

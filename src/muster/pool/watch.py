@@ -130,6 +130,11 @@ def env_lines(stack: Sequence[str]) -> list[str]:
 
 def seconds_since(moment: int) -> float:
     """Seconds since a moment of the core's clock."""
+    return seconds(ticks() - moment)
+
+
+def seconds(of_ticks: float) -> float:
+    """Seconds of the core's clock."""
     now_ns, now = time.monotonic_ns(), ticks()
     per_second = (now - _STARTED[1]) / max(1, now_ns - _STARTED[0]) * 1e9
-    return (now - moment) / max(1.0, per_second)
+    return of_ticks / max(1.0, per_second)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from muster._core import STACK_SIGNAL, WATCHDOG_NAME, kill_started, signal_thread
+from muster.transport.big_arrays import memfd
 
 # Slurm sends the one that a job asks for to every process of its step.
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -39,6 +40,13 @@ def ignore_user_signals() -> None:
 def own(*fds: int | None) -> None:
     """Notes fds that only the caller may keep open."""
     _own_fds.update(fd for fd in fds if fd is not None)
+
+
+def open_files(files: dict[str, int], *names: str) -> None:
+    """Adds files in memory by their names, fds that only the caller may keep open. One that fails costs none before."""
+    for name in names:
+        files[name] = memfd(name)
+        own(files[name])
 
 
 def disown(fd: int) -> None:

@@ -43,7 +43,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from muster._core import CACHE_LINE, CALLER_BYTES, HOST_BYTES, RECORD_BYTES, RECORD_FIELDS, InfoRow, SlabLayout, map_fd
+from muster._core import (
+    CACHE_LINE,
+    CALLER_BYTES,
+    HOST_BYTES,
+    HOST_DOING_AT,
+    RECORD_BYTES,
+    RECORD_FIELDS,
+    InfoRow,
+    SlabLayout,
+    map_fd,
+)
 from muster.spaces.tree import Array, Rows, SpaceNode
 
 # Bytes that the numbers of one env's info may fill before the rest goes through the mail. Untouched pages cost nothing.
@@ -54,6 +64,11 @@ _INFO_BYTES = 16384 + CACHE_LINE
 # enough for a loop that holds the last observations and the ones before.
 _LENT_FROM_BYTES = 1 << 16
 _SPARE_BLOCKS = 3
+
+# Where the records of hosts begin: behind the caller's.
+HOSTS_AT = -(-CALLER_BYTES // CACHE_LINE) * CACHE_LINE
+# By which other processes read the records.
+LAYOUT = [HOSTS_AT, HOST_BYTES, HOST_DOING_AT, RECORD_BYTES]
 
 # The dtype of EnvRecord in _core/records.hpp.
 _NAMES, _FORMATS, _OFFSETS = zip(*RECORD_FIELDS, strict=True)
@@ -101,7 +116,7 @@ class Slab:
         n = plan.num_envs
         self._end = 0
         caller = self._reserve(CALLER_BYTES)
-        hosts = self._reserve(plan.num_hosts * HOST_BYTES)
+        hosts = self._reserve(plan.num_hosts * HOST_BYTES)  # at HOSTS_AT
         records = self._reserve(n * RECORD_BYTES)
         actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves]
         leaves = plan.obs.leaves

@@ -22,7 +22,7 @@ from torch import Tensor
 from muster._core import map_fd
 from muster.errors import ClosedError, ConfigError, NotPendingError, SpecMismatch, WaitTimeout
 from muster.hosts.failures import Failure, not_rebuilt_here
-from muster.hosts.recipe_plans import Recipes, plans_of
+from muster.hosts.recipe_plans import Recipes, about_of, plans_of
 from muster.interop.starting import NOUNS, sealed, ways_of
 from muster.interop.torchrl.collector_worker import FLAG_BYTES, Ask, CollectBy, CollectorPlan, Placed, Put, Way
 from muster.pickling.interrupts import Uninterrupted
@@ -298,8 +298,7 @@ class CollectorPool:
 
 
 def _pool_of(recipes: Sequence[Recipe], files: Files, context: str, num_threads: int) -> Pool:
-    ways, limits = ways_of(context, num_threads, preloads=PRELOADS), Limits()
-    count, call = len(recipes), recipes[0].call
+    ways, count, call = ways_of(context, num_threads, preloads=PRELOADS), len(recipes), recipes[0].call
 
     def content(own: Recipes, envs: range) -> CollectorPlan:
         return CollectorPlan(own, files.paths[1 + envs.start], files.paths[0])
@@ -309,7 +308,8 @@ def _pool_of(recipes: Sequence[Recipe], files: Files, context: str, num_threads:
         plan.info = replace(plan.info, env_index=plan.info.worker_index)
     starting = f"starting {count} env{'s' * (count > 1)} in {count} process{'es' * (count > 1)}"
     nouns = replace(NOUNS, pool="the collector is", starting=starting, rebuilding=call.hanging())
-    return Pool("muster.interop.torchrl.collector_worker:CollectorResident", plans, ways, _Work(), limits, nouns=nouns)
+    resident, about = "muster.interop.torchrl.collector_worker:CollectorResident", about_of(recipes, range(count + 1))
+    return Pool(resident, plans, ways, _Work(), Limits(), nouns=nouns, about=about)
 
 
 def _opened(answered: Answered | Lost) -> Any:

@@ -68,7 +68,7 @@ class ReplicaPlan:
 class PoolPlan:
     """The plan of a `ReplicaPool`. plans: one for each collector; their contents are `ReplicaPlan`s.
 
-    sync, threshold: as below.
+    sync, threshold: as below.  about: for `about_pool`.
     """
 
     plans: Sequence[Plan]
@@ -77,6 +77,7 @@ class PoolPlan:
     limits: Limits
     sync: bool
     threshold: float
+    about: Mapping[str, Any]
 
     @property
     def limit(self) -> Limit | None:
@@ -118,6 +119,7 @@ class PoolPlan:
                 dying=self.nouns.dying[collectors.start : collectors.stop],
             ),
             threshold=min(self.threshold, len(own)),
+            about={**self.about, "first_envs": [*(plan.envs.start for plan in own), own[-1].envs.stop]},
         )
 
 

@@ -379,5 +379,6 @@ def in_processes(
         files={"batches": memory.fd, "weights": weights_fd},
         nouns=plan.nouns,
         take_logs=take_logs,
+        about=plan.about,
     )
     return ReplicaPool(plan, pool, Blocks(plan, memory, hooks), hooks)

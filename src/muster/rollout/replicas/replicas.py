@@ -19,7 +19,7 @@ from muster.backends.process import with_hints
 from muster.errors import ClosedError, SpecMismatch
 from muster.hosts.failures import failures_of, to_one_exception
 from muster.hosts.questions import EnvQuestion, Kept, opened, packer
-from muster.hosts.recipe_plans import Recipes, plans_of
+from muster.hosts.recipe_plans import Recipes, about_of, plans_of
 from muster.pickling import UserCall, called_as
 from muster.pool.environment import changes_of
 from muster.pool.launcher_client import standard_fds
@@ -94,7 +94,8 @@ def pool_plan(
     plans = plans_of(recipes, firsts, processes, content)
     for plan in () if forks else plans:
         plan.big += policy
-    return PoolPlan(plans, processes, with_hints(nouns, call, len(recipes), count), limits, sync, threshold * count)
+    hinted, about = with_hints(nouns, call, len(recipes), count), about_of(recipes, firsts, own_indices=True)
+    return PoolPlan(plans, processes, hinted, limits, sync, threshold * count, about)
 
 
 class Replicas:
