@@ -31,6 +31,7 @@ ORDER = (
     "rollout",
     "nn",
     "vector",
+    "view",
     "backends",
     "hosts",
     "envs",

@@ -111,7 +111,7 @@ def option(
 
 def option_of(name: str) -> str:
     """The option of a command line that sets the field `name`."""
-    return name.upper() if name in ("env", "run", "runs") else f"--{name.replace('_', '-')}"
+    return name.upper() if name in ("env", "run", "runs", "pid") else f"--{name.replace('_', '-')}"
 
 
 _BOUNDS = {"least": "at least", "above": "above", "most": "at most"}

@@ -24,7 +24,7 @@ from muster.recipes.named import find_here
 from muster.training.stopping import STOPS, StopSignals
 from muster.training.values import NamedEnv, near
 
-EXTRAS = {"doctor": "doctor", "bench": "doctor", "train": "train", "eval": "train", "plot": "train"}  # by command
+EXTRAS = {"doctor": "doctor", "bench": "doctor", "top": "doctor", "train": "train", "eval": "train", "plot": "train"}
 ABOUT = """Run many reinforcement-learning envs in parallel, and train on them.
 
 See `muster COMMAND --help` for the options of a command, and `muster --version` for the version.
@@ -100,6 +100,25 @@ class BenchOptions(NamedEnv):
     rounds: int = option(5, "rounds; in each one every way has its turn", least=1)
     seconds: float = option(1.0, "how long a way is measured in a round", least=0.01)
     json: bool = option(False, "print JSON, for programs")
+
+
+@dataclass(frozen=True)
+class TopOptions:
+    """Look at the runs of this user while they run, or at that of process PID: all envs and collectors in workers.
+
+    For each worker its env steps a second, the shares of the time in which it steps, waits, copies, and is ready but
+    has no core; and for each run what keeps it. Runs do nothing for it, and may have begun before or begin later.
+    Press q to end.
+
+    Example: muster top --once
+    """
+
+    pid: int | None = option(None, "look at this process alone, or at the run that it is a worker of", positional=True)
+    every: float = option(1.0, "seconds between two looks", least=0.1, most=86400, alias="-n")
+    once: bool = option(False, "print one table, and end")
+    json: bool = option(False, "print JSON, for programs: an object for each look")
+    trace: Path | None = option(None, "write a timeline that ui.perfetto.dev and chrome://tracing show, and end")
+    seconds: float = option(5.0, "how long the timeline is", least=0.1, most=86400)
 
 
 def main() -> None:
@@ -273,4 +292,18 @@ def bench(words: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"train": train, "eval": evaluate, "plot": plot, "doctor": doctor, "bench": bench}
+def top(words: Sequence[str]) -> int:
+    """look at what runs: who steps, who waits, and for what"""
+    from muster.doctor.plain_console import PlainConsole
+    from muster.view.top import watch
+    from muster.view.trace import write_trace
+
+    options = TopOptions(**Parser("muster top", (TopOptions,)).read(words))
+    if options.trace is not None:
+        print(printable_lines(write_trace(options.pid, options.trace, options.seconds)))
+    else:
+        watch(PlainConsole(highlight=False), options.pid, options.every, once=options.once, as_json=options.json)
+    return 0
+
+
+COMMANDS = {"train": train, "eval": evaluate, "plot": plot, "doctor": doctor, "bench": bench, "top": top}

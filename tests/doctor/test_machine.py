@@ -66,7 +66,7 @@ def test_a_machine_in_order_is_told_on_one_screen(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == f"Muster {muster.__version__}"
-    assert lines[-1] == "Workers run here. To try an env out: muster doctor ENV"
+    assert lines[-1] == "Workers run here. To try an env out: muster doctor ENV; what runs: muster top"
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 50
     for topic in ("Python", "system", "cores", "memory", "shared memory", "GPU", "limits", "start methods", "required"):

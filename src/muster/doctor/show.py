@@ -42,7 +42,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 def show_machine(report: MachineReport, console: Console) -> None:
     """Prints the report: the facts, obstacles first, then the packages, then whether workers run here."""
     packages = Group(Text("Packages", "bold"), _listed(report.packages))
-    end = Text("Workers run here. To try an env out: muster doctor ENV")
+    end = Text("Workers run here. To try an env out: muster doctor ENV; what runs: muster top")
     if report.blocks:
         end = Text("Worker processes cannot run here: see what is in the way, above.", "bold red")
     _print([Text(f"Muster {report.version}", "bold"), _listed(report.facts), packages, end], console)

@@ -10,6 +10,8 @@ import numpy.typing as npt
 from muster.backends.base import Backend
 from muster.pool.resources import figures
 from muster.transport.infos import Infos
+from muster.view.looks import look_before, look_inside
+from muster.view.verdict import verdict
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -50,24 +52,35 @@ class AgentBatch(NamedTuple):
     infos: Infos
 
 
-def stats_of(backend: Backend) -> dict[str, Any]:
-    """The dict that `VectorEnv.stats` describes. Reads a few files of /proc for each worker."""
-    found, hosts = backend.processes(), []
-    for host, process in enumerate(found):
-        state = backend.slab.host(host)
-        spent = [state[f"ticks_{what}"] for what in ("in_env", "waiting", "copying")]  # the shares add up to 1
-        shares = zip(("stepping", "waiting", "copying"), (ticks / max(1, sum(spent)) for ticks in spent), strict=True)
-        hosts.append(dict(shares) | {key: state[key] for key in ("env_steps", "resets")} | figures(*process))
-    env_steps, _, restarts = counts_of(backend)
-    processes = len({pid for pid, _ in found if pid is not None})
-    return {"env_steps": env_steps, "restarts": restarts, "processes": processes, "workers": hosts}
+class Statistics:
+    """The counts of a vector env, what its processes do and hold, and what keeps it."""
 
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._before = look_before(backend.slab.plan.num_hosts)
 
-def counts_of(backend: Backend) -> tuple[int, int, int]:
-    """Env steps, resets and restarts so far, of all envs."""
-    hosts = [backend.slab.host(index) for index in range(backend.slab.plan.num_hosts)]
-    restarts = int(backend.slab.records["restarts"].sum())
-    return sum(host["env_steps"] for host in hosts), sum(host["resets"] for host in hosts), restarts
+    def now(self) -> dict[str, Any]:
+        """The dict that `VectorEnv.stats` describes. Reads a few files of /proc for each worker."""
+        backend, hosts, seen = self._backend, [], []
+        for host, process in enumerate(backend.processes()):
+            state, envs = backend.slab.host(host), range(*backend.first_envs[host : host + 2])
+            spent = [state[f"ticks_{what}"] for what in ("in_env", "waiting", "copying")]  # the shares add up to 1
+            shares = [ticks / max(1, sum(spent)) for ticks in spent]
+            own = {"index": host, "envs": [backend.numbers[env] for env in envs]}
+            own |= zip(("stepping", "waiting", "copying"), shares, strict=True)
+            hosts.append(own | {key: state[key] for key in ("env_steps", "resets")} | figures(*process))
+            seen.append((envs, state, process[0]))
+        before, self._before = self._before, look_inside(seen)
+        env_steps, _, restarts = self.counts()
+        said = {"env_steps": env_steps, "restarts": restarts, "processes": len({pid for _, _, pid in seen} - {None})}
+        return {**said, "verdict": verdict(before, self._before).sentence, "workers": hosts}
+
+    def counts(self) -> tuple[int, int, int]:
+        """Env steps, resets and restarts so far, of all envs."""
+        slab = self._backend.slab
+        hosts = [slab.host(index) for index in range(slab.plan.num_hosts)]
+        restarts = int(slab.records["restarts"].sum())
+        return sum(host["env_steps"] for host in hosts), sum(host["resets"] for host in hosts), restarts
 
 
 def described(envs: Any) -> str:

@@ -53,8 +53,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self._records, self._obs = backend.slab.records, backend.slab.plan.obs
         self.num_envs, self.render_mode = backend.slab.plan.num_envs, assembled.facts.render_mode
         self.metadata = {**assembled.facts.metadata, "autoreset_mode": assembled.options.autoreset_mode}
-        self.copy, self.info_reader = assembled.options.copy, assembled.info_reader
-        self._writer, self._recovery = assembled.writer, assembled.recovery
+        self.copy, self.info_reader, self._writer = assembled.options.copy, assembled.info_reader, assembled.writer
+        self._recovery, self._statistics = assembled.recovery, results.Statistics(backend)
         self._raise, self._raise_closed = assembled.parts.raiser, assembled.parts.raise_closed
         self._all, self._drops_pending, self._watch_at = np.arange(self.num_envs), False, 0.0
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, close_abandoned, backend.close)
@@ -234,20 +234,21 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return self.call("render")
 
     def stats(self) -> dict[str, Any]:
-        """Env steps and restarts so far, the number of ``processes`` that step envs, and a dict for each worker.
+        """``env_steps``, ``restarts``, ``processes``, the ``verdict`` since the last call, and a dict for each worker.
 
-        A worker's dict holds the shares of its time ``stepping``, ``waiting`` and ``copying``, its ``env_steps`` and
-        ``resets``, and of its process the ``pid``, ``memory_bytes`` (private, its children's included), ``handles``
-        (open file descriptors, or ``fds``), ``children`` (theirs included), and what was added since its envs were
-        built: ``memory_growth_bytes`` (of memory that belongs to no file), ``handles_growth``, ``children_growth``;
-        None where it has ended. Where the caller steps envs, they are its process's, without children's memory.
+        The verdict says what keeps the envs. A worker has its ``index`` and ``envs``, the shares of its time
+        ``stepping``, ``waiting`` and ``copying``, its ``env_steps`` and ``resets``, and of its process the ``pid``,
+        ``memory_bytes`` (private, its children's included), ``handles`` (open fds, or ``fds``), ``children`` (theirs
+        included), and what was added since its envs were built: ``memory_growth_bytes`` (of memory that belongs to no
+        file), ``handles_growth``, ``children_growth``; None where it has ended. Where the caller steps envs, they are
+        its process's, without children's memory.
         """
         self.require_open()
-        return results.stats_of(self._backend)
+        return self._statistics.now()
 
     def counts(self) -> tuple[int, int, int]:
         """Env steps, resets and restarts so far, of all envs."""
-        return results.counts_of(self._backend)
+        return self._statistics.counts()
 
     @property
     def episode_returns(self) -> Floats:
