@@ -79,7 +79,7 @@ def test_training_is_bit_for_bit_what_it_is_without(tmp_path: Path, env: str):
     assert torch.equal(with_["minibatch_rng"], without["minibatch_rng"])
     assert all(torch.equal(with_["policy"][name], one) for name, one in without["policy"].items())
     rows, others = metrics(tmp_path / "with"), metrics(tmp_path / "without")
-    left_out = {"seconds", "steps_per_second", "eval_return", "eval_length"}
+    left_out = {"seconds", "steps_per_second", "share_learning", "eval_return", "eval_length"}
     assert [{name: row[name] for name in row if name not in left_out} for row in rows] == [
         {name: row[name] for name in row if name not in left_out} for row in others
     ]

@@ -133,7 +133,7 @@ def test_python_and_the_command_leave_equal_weights_and_metrics(tmp_path: Path, 
     pairs = list(zip(weights_in(tmp_path / "a"), weights_in(run.path), strict=True))
     assert pairs
     assert all(torch.equal(one, other) for one, other in pairs)
-    timed = ("seconds", "steps_per_second")
+    timed = ("seconds", "steps_per_second", "share_envs", "share_acting", "share_learning")
     by_command, by_call = (
         {name: column for name, column in one.metrics.items() if name not in timed}
         for one in (type(run)(tmp_path / "a"), run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import gymnasium as gym
@@ -69,6 +69,7 @@ class OnPolicy(ABC, Generic[M]):
         else:
             self.collector = MultiCollector(envs, explorer, num_envs=config.num_envs, **shared, **collectors)
         self._under_way = False  # an iteration has begun, and has not ended
+        self._entered: Callable[[str], object] = str
         self._complete: tuple[dict[str, Any], M | None] = self._state(), None
 
     @property
@@ -113,6 +114,10 @@ class OnPolicy(ABC, Generic[M]):
         while self.steps < self.config.total_steps:
             yield self.iterate()
 
+    def tell_phases(self, entered: Callable[[str], object]) -> None:
+        """Has `entered` called with "rollout" and with "update" as these begin."""
+        self._entered = entered
+
     def iterate(self) -> M:
         """Collects one rollout and learns from it.
 
@@ -134,11 +139,13 @@ class OnPolicy(ABC, Generic[M]):
 
     def _collect(self) -> Any:
         """The next ``num_steps`` steps of every env, going on where the last rollout ended: a ``compact`` batch."""
+        self._entered("rollout")
         self._explorer.steps = self.steps
         self.collector.update_policy_weights_()
         batch = self.collector.rollout()
         while not batch["collector", "mask"].any():  # every collector was replaced in it
             batch = self.collector.rollout()
+        self._entered("update")
         return batch
 
     def _require_finite(self, collected: Any, agents: Sequence[object] = (), what: str = "an observation") -> None:

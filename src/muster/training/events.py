@@ -21,7 +21,8 @@ CHARTS = {
     "entropy": "losses/entropy", "approx_kl": "losses/approx_kl", "clip_fraction": "losses/clipfrac",
     "explained_variance": "losses/explained_variance", "episodes": "rollout/episodes", "restarts": "rollout/restarts",
     "low_return": "rollout/low_return", "high_return": "rollout/high_return", "eval_return": "eval/mean_reward",
-    "eval_length": "eval/mean_ep_length", "seconds": "time/time_elapsed",
+    "eval_length": "eval/mean_ep_length", "seconds": "time/time_elapsed", "share_envs": "time/share_envs",
+    "share_acting": "time/share_acting", "share_learning": "time/share_learning",
 }  # fmt: skip
 _ROOM = 1 << 16  # bytes that a disk must have for another event file
 

@@ -33,6 +33,7 @@ from muster.training.evaluations import Evaluations, evaluations_of
 from muster.training.events import charts
 from muster.training.film import film_episode
 from muster.training.loggers import Loggers, lagging, log_film
+from muster.training.phases import Phases, own_runs
 from muster.training.picture import drawn, learning_curve, read_curve
 from muster.training.plan import TrainingPlan
 from muster.training.run_envs import RunEnvs, open_run_envs, recipe_of
@@ -100,11 +101,12 @@ def train(
             console.print(escape(done))
             return Ended([run_dir], None)
         facts_in(run_dir, plan.config)  # there is memory for its networks
-    origin = None if resume else plan.run.init_from
+    origin, others = None if resume else plan.run.init_from, own_runs()
     with start_algorithm(plan) as ppo:
         anew = None if origin is None else adopt(ppo, Path(origin))
         path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
-        with evaluations_of(ppo, plan, console) as evaluations, RunFolder(path, resume=resume) as folder:
+        phases = Phases(path, others)  # before there are those of evaluations
+        with phases, evaluations_of(ppo, plan, console) as evaluations, RunFolder(path, resume=resume) as folder:
             # A rate that the user has given anew; without, the rate that the run had reached.
             rate = plan.config.learning_rate if "learning_rate" in plan.given else None
             before_s = _load(ppo, folder, console, rate) if resume else 0.0
@@ -117,7 +119,8 @@ def train(
                 named = f"; these begin anew: {', '.join(anew)}" if anew else ""
                 console.print(escape(f"It begins with the weights and statistics of {origin}{named}"))
             with Loggers(path, plan.run.log, console, config=config) as loggers:
-                return Ended([path], _train(ppo, plan, folder, console, evaluations, before_s, loggers, callback))
+                besides = evaluations, before_s, loggers, callback, phases
+                return Ended([path], _train(ppo, plan, folder, console, *besides))
 
 
 def train_seeds(
@@ -283,7 +286,7 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
 
 def _train(
     ppo: OnPolicy[Any], plan: TrainingPlan, folder: RunFolder, console: Console,
-    evaluations: Evaluations | None, before_s: float, loggers: Loggers, callback: Callback | None,
+    evaluations: Evaluations | None, before_s: float, loggers: Loggers, callback: Callback | None, phases: Phases,
 ) -> signal.Signals | None:  # fmt: skip
     """Trains as `train` does, and returns the signal. before_s: the seconds that the run had taken before."""
     started = time.monotonic() - before_s
@@ -292,7 +295,8 @@ def _train(
 
     def row_of(metrics: PPOMetrics | MAPPOMetrics, evaluation: Evaluation | None = None) -> dict[str, float]:
         seconds, again = time.monotonic() - started, len(ppo.collector.last_losses)
-        row = {"seconds": seconds, "steps_per_second": metrics.steps / seconds, **metrics.as_row(), "restarts": again}
+        row = {"seconds": seconds, "steps_per_second": metrics.steps / seconds, **metrics.as_row(), **phases.shares()}
+        row["restarts"] = again
         if evaluations is not None:
             played = evaluation or Evaluation(0, math.nan, math.nan)
             row |= {f"eval_{name}": value for name, value in played.figures.items()}
@@ -306,6 +310,7 @@ def _train(
     def log() -> None:
         loggers.send(checkpoints.saved)
 
+    ppo.tell_phases(phases.enter)
     with StopSignals(saves=True) as stop:
         try:
             with TrainingDisplay(console, ppo.config.total_steps, steps=ppo.steps) as display, restarts_unwarned():
@@ -314,7 +319,7 @@ def _train(
                     metrics = stop.call(ppo.iterate)  # signals interrupt nothing else: no file is cut short
                     restarts += len(ppo.collector.last_losses)
                     say_restarts(ppo.collector.last_losses, console, begun_at=before, num_envs=ppo.config.num_envs)
-                    judged = stop.call(evaluations.play) if evaluations and evaluations.due(before) else None
+                    judged = stop.call(partial(_judged, evaluations, phases, before))
                     row = row_of(metrics, judged)
                     save = partial(checkpoints.save, ppo, judged, now=stop.save_asked())
                     disk.tries(partial(write, row), save, log)
@@ -341,8 +346,19 @@ def _train(
                 console.print(f"To go on: {escape(_command_to_go_on(plan, folder.path))}")
         if disk.full is not None:
             raise disk.full
-        _print_result(ppo, folder, console, seconds=seconds, plot=plot, best=checkpoints.best, restarts=restarts)
+        figures: dict[str, Any] = {"plot": plot, "best": checkpoints.best, "slowed_by": phases.slowed_by()}
+        _print_result(ppo, folder, console, seconds=seconds, restarts=restarts, **figures)
     return None if finished else stop.number
+
+
+def _judged(evaluations: Evaluations | None, phases: Phases, before: int) -> Evaluation | None:
+    """The evaluation that is due after the iteration which began after `before` steps."""
+    judged = None
+    if evaluations is not None and evaluations.due(before):
+        phases.enter("evaluation")
+        judged = evaluations.play()
+    phases.enter("checkpoint")
+    return judged
 
 
 def _is_false(said: Any) -> bool:
@@ -388,7 +404,7 @@ class Disk:
 
 def _print_result(
     ppo: OnPolicy[Any], folder: RunFolder, console: Console, *,
-    seconds: float, plot: str, best: Evaluation | None, restarts: int,
+    seconds: float, plot: str, best: Evaluation | None, restarts: int, slowed_by: str | None,
 ) -> None:  # fmt: skip
     goal = _goal_of(ppo)
     mean_return, ended = ppo.episodes.summary().mean_return, ppo.episodes.ended
@@ -401,6 +417,7 @@ def _print_result(
     lines = {
         "mean return": result,
         "trained": f"{ppo.steps:,} steps in {format_seconds(seconds)}, {ppo.steps / seconds:,.0f} steps/s",
+        "slowed by": slowed_by and escape(slowed_by),
         "restarts": f"[yellow]{restarts:,}[/]" if restarts else None,
         "learning curve": escape(plot),
         "checkpoint": escape(str(folder.checkpoint_path)),
