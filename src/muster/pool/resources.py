@@ -105,6 +105,12 @@ def read_text(path: Path) -> str:
         return ""
 
 
+def stat_of(pid: int | str) -> list[str]:
+    """The name of a process, and the fields of its /proc/PID/stat from the state on; none where it has ended."""
+    before, _, after = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")
+    return [before.partition("(")[2], *after.split()] if after else []
+
+
 class Usage(NamedTuple):
     """The things that a process holds at one moment; None where it has ended, or the kernel does not say.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from muster._core import STACK_SIGNAL, WATCHDOG_NAME, kill_started, signal_thread
+from muster.pool.resources import stat_of
 from muster.transport.big_arrays import memfd
 
 # Slurm sends the one that a job asks for to every process of its step.
@@ -156,7 +157,7 @@ class WorkerProcess:
             caught = re.search(r"^SigCgt:\s*(\w+)", (process / "status").read_text(), re.MULTILINE)
             if caught is None or not int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1:
                 return  # it starts, or ends: the signal would end it
-            if (process / "stat").read_text().rpartition(")")[2].split()[0] != "R":
+            if stat_of(self.pid)[1:2] != ["R"]:
                 for thread in (process / "task").iterdir():
                     if (thread / "comm").read_text().strip() == WATCHDOG_NAME:
                         signal_thread(self.pid, int(thread.name), STACK_SIGNAL)
@@ -210,9 +211,8 @@ class WorkerProcess:
         """Waits until the launcher reports the end of the worker, its child; not where it is stopped."""
         deadline = time.monotonic() + _STATUS_S
         while not readable([fd], 0.02) and time.monotonic() < deadline:
-            with contextlib.suppress(OSError, IndexError):  # reaped meanwhile
-                parent = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[1]
-                if Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+            with contextlib.suppress(IndexError):  # reaped meanwhile
+                if stat_of(stat_of(self.pid)[2])[1] in "Tt":  # its parent
                     return False
         return bool(readable([fd], 0.0))
 

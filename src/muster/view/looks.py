@@ -20,7 +20,7 @@ import numpy as np
 from muster._core import HOST_BYTES, HOST_DOING_AT, RECORD_BYTES, Doing
 from muster.errors import ConfigError
 from muster.extras import VERSION
-from muster.pool.resources import anonymous_bytes, read_text
+from muster.pool.resources import read_text, stat_of
 from muster.pool.watch import NO_ENV, WORDS, State, seconds, seconds_since
 from muster.transport.slab import HOSTS_AT, LAYOUT, RECORD
 
@@ -36,14 +36,12 @@ class Process(NamedTuple):
     """A process as one look sees it; pid None where it has ended. Seconds are so far.
 
     state: as in /proc/PID/stat, such as "T" for stopped.  ready_s: its main thread was ready to run and had no core.
-    memory_bytes: of no file.
     """
 
     pid: int | None = None
     state: str = ""
     cpu_s: float = 0.0
     ready_s: float = 0.0
-    memory_bytes: int | None = None
 
 
 class HostState(NamedTuple):
@@ -68,12 +66,16 @@ class HostState(NamedTuple):
     pending: int | None = None
 
     @property
-    def words(self) -> str:
-        """Its activity, such as ``in step of env 5 for 3.2 s``."""
+    def activity(self) -> str:
+        """Such as ``in step of env 5``."""
         if self.doing == Doing.NOTHING:
             return "acting" if self.pending is None else "about to step" if self.pending else "waiting"
-        of = "" if self.env == NO_ENV else f" of env {self.env}"
-        return f"{WORDS[self.doing]}{of} for {short(self.for_s)} s"
+        return WORDS[self.doing] + ("" if self.env == NO_ENV else f" of env {self.env}")
+
+    @property
+    def words(self) -> str:
+        """Such as ``in step of env 5 for 3.2 s``."""
+        return self.activity + ("" if self.doing == Doing.NOTHING else f" for {short(self.for_s)} s")
 
 
 class Look(NamedTuple):
@@ -188,6 +190,11 @@ def short(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}" if number >= 1e-3 else "0"
 
 
+def shorter(words: str) -> str:
+    """For rows that are narrow: ``step env 5 3.2 s``."""
+    return words.removeprefix("in ").removeprefix("a ").replace(" of env", " env").replace(" for ", " ")
+
+
 def _host(
     number: int,
     envs: range,
@@ -232,7 +239,7 @@ def runs(only: int | None = None) -> list[Watched]:
     workers: dict[int, list[tuple[int, str, int]]] = {}  # by the inode of their activities: since when, name, pid
     for pid, files in held.items():
         for inode in [inode for kind, _, inode in files if kind == "activity"]:
-            name, *fields = _stat(pid) or ["", *["0"] * 20]
+            name, *fields = stat_of(pid) or ["", *["0"] * 20]
             workers.setdefault(inode, []).append((int(fields[19]), name, pid))
     # The oldest of a name: an env's own children may have it, too.
     pids = {inode: {name: pid for _, name, pid in sorted(known, reverse=True)} for inode, known in workers.items()}
@@ -332,12 +339,6 @@ def _bytes_of(path: str, inode: int, size: int, at: int = 0) -> bytes:
         os.close(fd)
 
 
-def _stat(pid: int) -> list[str]:
-    """The name of a process, and the fields of its /proc/PID/stat from the state on; none where it has ended."""
-    before, _, after = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")
-    return [before.partition("(")[2], *after.split()] if after else []
-
-
 def _own_pid(pid: int) -> int:
     """The number of a process in its own namespace of pids, which a container may have."""
     lines = read_text(Path(f"/proc/{pid}/status")).splitlines()
@@ -346,11 +347,11 @@ def _own_pid(pid: int) -> int:
 
 def process_of(pid: int | None) -> Process:
     """The process as it is now."""
-    if pid is None or not (fields := _stat(pid)):
+    if pid is None or not (fields := stat_of(pid)):
         return Process()
     scheduled = read_text(Path(f"/proc/{pid}/schedstat")).split()
     ready_s = int(scheduled[1]) / 1e9 if len(scheduled) > 1 else 0.0
-    return Process(pid, fields[1], (int(fields[12]) + int(fields[13])) * _TICK_S, ready_s, anonymous_bytes(pid))
+    return Process(pid, fields[1], (int(fields[12]) + int(fields[13])) * _TICK_S, ready_s)
 
 
 def _cores(pid: int) -> int:

@@ -18,7 +18,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from muster.view.looks import IN_ENV, Look, Process, Watched, runs
+from muster.pool.resources import anonymous_bytes
+from muster.view.looks import IN_ENV, Look, Process, Watched, runs, shorter
 from muster.view.verdict import named, of_clock, shares_of, verdict
 
 _SAMPLES = 10  # of what workers are in, a look
@@ -129,7 +130,8 @@ def _said(run: Watched, before: Look, now: Look) -> dict[str, Any]:
 
 
 def _held(process: Process) -> dict[str, Any]:
-    return {"pid": process.pid, "memory_bytes": process.memory_bytes, "stopped": process.state in ("T", "t")}
+    memory = None if process.pid is None else anonymous_bytes(process.pid)
+    return {"pid": process.pid, "memory_bytes": memory, "stopped": process.state in ("T", "t")}
 
 
 def drawn(said: Sequence[dict[str, Any]], height: int = 1000) -> list[Text]:
@@ -180,9 +182,4 @@ def _line(one: dict[str, Any], envs: str) -> str:
     ]
     parts += [f"{share:>{4 + (i == 4)}}" for i, share in enumerate(shares)]
     parts += [f"{'-' if memory is None else f'{memory / 1e6:,.0f}':>5} {'-' if lost is None else lost:>4}"]
-    return " ".join([*parts, "stopped by a signal" if one.get("stopped") else _shorter(one["in"])])
-
-
-def _shorter(words: str) -> str:
-    """For a terminal of 80 columns: ``step env 5 3.2 s``."""
-    return words.removeprefix("in ").removeprefix("a ").replace(" of env", " env").replace(" for ", " ")
+    return " ".join([*parts, "stopped by a signal" if one.get("stopped") else shorter(one["in"])])

@@ -10,8 +10,8 @@ from typing import Any
 
 from muster._core import Doing, ticks
 from muster.errors import ConfigError
-from muster.pool.watch import NO_ENV, WORDS, seconds
-from muster.view.looks import IN_ENV, HostState, Look, Watched, runs
+from muster.pool.watch import seconds
+from muster.view.looks import IN_ENV, HostState, Look, Watched, runs, shorter
 from muster.view.verdict import named, shares_of
 
 _EVERY_S, _SELDOM_S = 1e-3, 4e-3  # the second for steps that are far shorter, of which it sees some in any case
@@ -85,7 +85,7 @@ class Trace:
         """All events; what has not ended, ends here, a step that hangs, too."""
         for host in self._before:
             if host.doing in IN_ENV:
-                self._open[self._thread(host)] = _words(host), host.since * self._tick_us
+                self._open[self._thread(host)] = shorter(host.activity), host.since * self._tick_us
         for thread in [*self._open]:
             self._end(thread, self._now())
         return self._events + [
@@ -112,7 +112,7 @@ class Trace:
             self._steps(thread, old, new, made, spent_us)
         elif (old.doing, old.since) != (new.doing, new.since) or thread not in self._open:
             self._end(thread, changed)
-            self._open[thread] = _words(new), new.since * self._tick_us
+            self._open[thread] = shorter(new.activity), new.since * self._tick_us
 
     def _steps(self, thread: tuple[int, int], old: HostState, new: HostState, made: int, spent_us: float) -> None:
         """Adds the steps that have ended and began at a known time: that of the last look, and the last one of all."""
@@ -167,7 +167,3 @@ class Trace:
 
     def _add(self, thread: tuple[int, int], name: str, kind: str, at: float, **rest: Any) -> None:
         self._events.append({"name": name, "ph": kind, "ts": at, "pid": thread[0], "tid": thread[1], **rest})
-
-
-def _words(host: HostState) -> str:
-    return WORDS[host.doing].removeprefix("in ").removeprefix("a ") + ("" if host.env == NO_ENV else f" env {host.env}")
