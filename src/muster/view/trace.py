@@ -63,11 +63,12 @@ class Trace:
         self._threads: dict[int, tuple[int, int]] = {}  # by host: the process in its place, and the number
         self._open: dict[tuple[int, int], tuple[str, float]] = {}  # by thread: spans that have not ended yet
         self._names = {self._caller_thread: f"caller: {run.program}"}
-        self._before, self._counted = run.hosts(), run.look()
+        self._looked_us, self._before, self._counted = self._now(), run.hosts(), run.look()
         self.seen = self.made = 0
 
     def follow(self, now: float) -> bool:
         """Looks once; False where the run has ended. now: time.monotonic()."""
+        self._looked_us = self._now()  # before the look: what a host is not in then may begin right after it
         run, hosts = self._run, self._run.hosts()
         for old, new in zip(self._before, hosts, strict=False):
             self._host(old, new)
@@ -104,7 +105,7 @@ class Trace:
         self.made += max(0, made)
         if new.restarts is not None and new.restarts > (old.restarts or 0):
             self._add(thread, "restart", "i", self._now(), s="t")
-        changed = new.since * self._tick_us if new.since > old.since else self._now()
+        changed = new.since * self._tick_us if new.since > old.since else self._looked_us
         if before is not None and before != thread:
             self._end(before, changed)
         if new.doing in IN_ENV or new.doing == Doing.NOTHING:
@@ -122,7 +123,7 @@ class Trace:
         each_us = spent_us / max(1, made)
         for host in ended:
             begun = host.since * self._tick_us
-            latest = new.since * self._tick_us if host is old and new.since != old.since else self._now()
+            latest = new.since * self._tick_us if host is old and new.since != old.since else self._looked_us
             name = "reset" if host.doing == Doing.RESETTING or new.env_steps == old.env_steps else "step"
             self._span(thread, f"{name} env {host.env}", begun, min(begun + each_us, latest), env=host.env)
             self.seen += 1
@@ -132,7 +133,7 @@ class Trace:
         thread = self._caller_thread
         name = phase[0] if phase else "" if any(host.pending for host in hosts) else "at work"
         if name != self._open.get(thread, ("", 0.0))[0]:
-            since = self._tick_us * (ticks() if phase is None else phase[1])
+            since = self._looked_us if phase is None else self._tick_us * phase[1]
             self._end(thread, since)
             if name:
                 self._open[thread] = name, since
