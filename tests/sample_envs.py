@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import inspect
 import os
@@ -167,3 +168,15 @@ class Reporting(Counter):
             "cwd": os.getcwd(),
             "stdin": os.readlink("/proc/self/fd/0"),
         }
+
+
+class Awaited(gym.Wrapper[Any, Any, Any, Any]):
+    """An env with coroutine functions, which waits now and then."""
+
+    async def reset(self, **arguments: Any) -> Any:
+        await asyncio.sleep(0)
+        return self.env.reset(**arguments)
+
+    async def step(self, action: Any) -> Any:
+        await asyncio.sleep(0)
+        return self.env.step(action)

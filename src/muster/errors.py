@@ -86,6 +86,7 @@ class CannotTravel(MusterError, TypeError):
     """
 
     batch: Any = None
+    failures: Any = ()
 
     def __init__(self, message: str, page: str = "problems/files-and-locks") -> None:
         super().__init__(message)
@@ -100,10 +101,11 @@ class EnvError(MusterError, RuntimeError):
     env_index, worker_index: the env that raised, and its worker.  step: env steps into its episode (0 = in reset,
     None = while building).
     original_type: qualified name of the original exception's class.  worker_traceback: the traceback as the worker
-    printed it.  batch: a `Batch` of the envs that did not fail in the same call, or None.
+    printed it.  batch: a `Batch` of the envs that did not fail in the same call, or None.  failures: of those that did.
     """
 
     batch: Any = None
+    failures: Any = ()
 
     def __init__(
         self,
@@ -210,6 +212,23 @@ class WorkerTimeout(WorkerError, TimeoutError):
             return f"{self.worker} did not answer within {self.limit} while {self.doing}. {remedy}"
         happened = f"did not answer for {self.elapsed_s:.1f} s ({self.limit}) and was killed; it was {self.doing}."
         return f"{self.worker} {happened}{self.hint}\nIts Python stack:\n{self.stack}{more(self.page)}"
+
+
+class StepTimeout(MusterError, TimeoutError):
+    """One of several envs that wait in a worker took longer than ``step_timeout``; the others go on.
+
+    doing, limit: what it was in, and the limit, in words.  stack: where it was, most recent call first.
+    is_left: whether it could not be ended. It runs on, and the env has to be built again.
+    """
+
+    def __init__(self, doing: str, limit: str, stack: str = "", is_left: bool = False) -> None:
+        super().__init__(doing, limit, stack, is_left)
+        self.doing, self.limit, self.stack, self.is_left = doing, limit, stack, is_left
+
+    def __str__(self) -> str:
+        end = "left behind: it runs on, and what it returns is dropped" if self.is_left else "cancelled"
+        where = f"\nIt was here, most recent call first:\n{self.stack}" if self.stack else ""
+        return f"{self.doing} for longer than {self.limit}, and was {end}.{where}{more('tasks/envs-that-wait')}"
 
 
 class CollectorError(WorkerError):

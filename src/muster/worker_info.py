@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ class _Here(threading.local):
     That is an EnvHost and the index of its env. Where `running` returns something else now, an env is stepped inside
     that context, and the env's info counts.
 
-    No ContextVar: garbage collection closes envs in contexts of their own, and may begin within anybody's
+    No ContextVar is set here: garbage collection closes envs in contexts of their own, and may begin within anybody's
     ``ContextVar.set``. Before Python 3.12 that goes on with memory that the inner one has freed.
     """
 
@@ -69,6 +70,10 @@ class _Here(threading.local):
 
 
 _here = _Here()
+
+# In the tasks of an env: its info, and the `entered` of the thread that runs them. Where that is another, garbage
+# collection has begun something else in the middle of a task.
+_of_task: ContextVar[tuple[WorkerInfo, object] | None] = ContextVar("muster_env", default=None)
 
 
 def get_worker_info() -> WorkerInfo | None:
@@ -84,7 +89,9 @@ def get_worker_info() -> WorkerInfo | None:
     None
     """
     # The core knows which env this thread steps or resets: a context for each step would take too long.
-    stepped, entered = running(), _here.entered
+    stepped, entered, task = running(), _here.entered, _of_task.get()
+    if task is not None and stepped is None and (entered is None or entered is task[1]):
+        return task[0]
     if stepped is not None and (entered is None or stepped != entered[1]):
         env_host, i = stepped
         info: WorkerInfo = env_host.info_of(i)
@@ -100,3 +107,10 @@ def worker_info_context(info: WorkerInfo | None) -> Iterator[None]:
         yield
     finally:
         _here.entered = outer
+
+
+def context_of(info: WorkerInfo) -> Context:
+    """A context for tasks of this thread, in which ``get_worker_info()`` returns ``info``, and in what they start."""
+    context = copy_context()
+    context.run(_of_task.set, (info, _here.entered))
+    return context

@@ -13,6 +13,7 @@ from backend_contract import BackendContract, OrderContract, StartContract
 from multi_agent_contract import MultiAgentBackendContract
 
 import muster
+from sample_envs import Awaited
 
 
 class TestSerial(BackendContract, MultiAgentBackendContract):
@@ -42,6 +43,23 @@ class TestFork(BackendContract):
 
     def make_vec(self, env: Any, num_envs: int | None = None, **options: Any) -> Any:
         return muster.make_vec(env, num_envs, **{"context": "fork", "num_workers": 2, **options})
+
+
+class TestConcurrentThreads(BackendContract):
+    other_num_workers = 1
+
+    def make_vec(self, env: Any, num_envs: int | None = None, **options: Any) -> Any:
+        return muster.make_vec(env, num_envs, **{"context": "fork", "concurrent": True, "num_workers": 2, **options})
+
+
+class TestCoroutines(BackendContract):
+    other_num_workers = 1
+
+    def make_vec(self, env: Any, num_envs: int | None = None, **options: Any) -> Any:
+        wrappers = [*options.pop("wrappers", ()), Awaited]
+        return muster.make_vec(
+            env, num_envs, wrappers=wrappers, **{"context": "fork", "concurrent": True, "num_workers": 2, **options}
+        )
 
 
 class TestForkserver(StartContract, MultiAgentBackendContract):

@@ -164,6 +164,7 @@ class Caller {
   void request_resets(PyObject* env_ids) {
     require_open();
     const auto [ids, count] = ids_of(env_ids);
+    for (size_t k = 0; k < count; ++k) require_answered(uint32_t(ids[k]));
     interrupted = hurries = false;
     bring_home();
     slab_.caller->awaits_all.store(0, std::memory_order_relaxed);
@@ -177,6 +178,12 @@ class Caller {
     HostRecord& to = slab_.hosts[host];
     to.messages.store(to.messages.load(std::memory_order_relaxed) + 1, std::memory_order_release);
     ring(to);
+  }
+
+  // Has the next answer notified, too, or not. Whoever looks for answers after this call misses none.
+  void notify(bool on) {
+    slab_.caller->notified.store(on, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
   }
 
   // Waits for at most slice_ns until min_envs pending envs are ready. True if they are.
@@ -311,9 +318,14 @@ class Caller {
     all_started_ = !must_reset_;
   }
 
+  void require_answered(uint32_t env) const {
+    if (!pending_[env]) return;
+    raise("PendingError", "env " + std::to_string(env) + " still owes an answer to an earlier call; take it with recv()");
+  }
+
   void require_ready(uint32_t env) const {
+    require_answered(env);
     const std::string name = "env " + std::to_string(env);
-    if (pending_[env]) raise("PendingError", name + " still owes an answer to an earlier call; take it with recv()");
     if (!started_[env]) raise("UsageError", name + " has not been reset; call reset() first");
     if (must_reset_ && slab_.records[env].needs_reset)
       raise("UsageError", name + " has ended its episode and autoreset_mode is \"disabled\"; call "

@@ -125,6 +125,7 @@ struct Bell {
   CallerRecord& caller;
   HostRecord* hosts;
   uint32_t num_hosts;
+  int notify_fd;
 
   uint32_t total_finished() const {
     uint32_t total = 0;
@@ -151,6 +152,12 @@ struct Bell {
   }
 
   uint32_t callers_cpu() const { return caller.cpu.load(std::memory_order_relaxed); }
+
+  void notify_caller() const {
+    const uint64_t one = 1;
+    if (caller.notified.load(std::memory_order_relaxed) && caller.notified.exchange(0, std::memory_order_relaxed))
+      [[maybe_unused]] const ssize_t written = write(notify_fd, &one, sizeof one);
+  }
 
   // Called by host `own`; with `awaits_all` only once that has answered all.
   void wake_caller_if_done(uint32_t own) const {
@@ -247,6 +254,7 @@ inline void announce_finished(const Bell& bell, uint32_t index) {
     return;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   bell.wake_caller_if_done(index);
+  bell.notify_caller();
 }
 
 // Waits until `target` steps are finished, for `slice_ns` at most; sleeps at once if `awake` is null. True if they are.

@@ -86,6 +86,10 @@ nb::dict host_state(const SlabLayout& slab, uint32_t index) {
   state["ticks_in_env"] = read(host.ticks_in_env);
   state["ticks_copying"] = read(host.ticks_copying);
   state["ticks_waiting"] = read(host.ticks_waiting);
+  state["ticks_of_envs"] = read(host.ticks_of_envs);
+  state["ticks_blocked"] = read(host.ticks_blocked);
+  state["left_behind"] = read(host.left_behind);
+  state["beats"] = read(host.beats);
   return state;
 }
 
@@ -228,7 +232,8 @@ void bind_slab_layout(nb::module_& m) {
             .records = reinterpret_cast<EnvRecord*>(base + number("records_offset")),
             .info_offset = number("info_offset"), .info_bytes = number("info_bytes"),
             .obs_offset = number("obs_offset"), .obs_block_bytes = number("obs_block_bytes"),
-            .obs_lent_bytes = number("obs_lent_bytes"), .num_obs_blocks = uint32_t(number("num_obs_blocks"))};
+            .obs_lent_bytes = number("obs_lent_bytes"), .num_obs_blocks = uint32_t(number("num_obs_blocks")),
+            .notify_fd = nb::cast<int>(fields["notify_fd"])};
       })
       .def("host_state", &host_state)
       .def("layouts_end", [](const SlabLayout& slab, uint32_t host) {
@@ -277,6 +282,15 @@ void bind_stepper(nb::module_& m) {
       .def("replace_env", &Stepper::replace_env, "i"_a, "env"_a, "seed"_a.none())
       .def("acknowledge", &Stepper::acknowledge)
       .def("refuse", &Stepper::refuse)
+      .def("await_ring", &Stepper::await_ring, "seen"_a, "timeout_ns"_a)
+      .def("takes_message", &Stepper::takes_message)
+      .def("take_requested", &Stepper::take_requested)
+      .def("begin_step", &Stepper::begin_step)
+      .def("finish_step", &Stepper::finish_step, nb::arg(), "result"_a.none())
+      .def("finish_reset", &Stepper::finish_reset, nb::arg(), "result"_a.none(), "final_objects"_a.none())
+      .def("begins", [](Stepper& self, uint32_t i, uint32_t doing) { self.begins(i, Doing(doing)); })
+      .def("ends", &Stepper::ends)
+      .def("beat", &Stepper::beat, "blocked"_a, "left_behind"_a)
       .def("describe_schemas", &Stepper::describe_schemas);
 }
 
@@ -299,6 +313,7 @@ void bind_caller(nb::module_& m) {
       .def("send", &Caller::send, "env_ids"_a.none(), "objects"_a, "as_whole"_a, "copies"_a)
       .def("request_resets", &Caller::request_resets)
       .def("announce_message", &Caller::announce_message)
+      .def("notify", &Caller::notify)
       .def("wait", &Caller::wait, "min_envs"_a, "slice_ns"_a)
       .def("collect", &Caller::collect, "copies"_a, "columns"_a)
       .def("keep_rows", &Caller::keep_rows)

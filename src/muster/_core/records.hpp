@@ -70,6 +70,12 @@ struct alignas(kCacheLine) HostRecord {
 
   alignas(kCacheLine) std::atomic<uint32_t> finished;  // env steps finished; the worker writes this line
   std::atomic<uint32_t> cpu;  // 1 + the core on which the worker last began to wait; 0: not known
+  // Of a host that steps its envs at the same time: turns of its loop, code of envs that runs on though nobody waits for
+  // it, the sum over all envs of their time in their own code, and the time for which one has kept the loop from others.
+  std::atomic<uint32_t> beats;
+  std::atomic<uint32_t> left_behind;
+  std::atomic<uint64_t> ticks_of_envs;
+  std::atomic<uint64_t> ticks_blocked;
 
   alignas(kCacheLine) std::atomic<Doing> doing;
   std::atomic<uint32_t> doing_env;
@@ -95,6 +101,7 @@ struct alignas(kCacheLine) CallerRecord {
   std::atomic<uint32_t> target;  // the sum of all hosts' `finished` that the caller waits for
   std::atomic<uint32_t> cpu;     // 1 + the core on which the caller last rang; 0: not known
   std::atomic<uint32_t> awaits_all;  // 1: the caller waits as a whole for all that it asked for last
+  std::atomic<uint32_t> notified;    // 1: the next answer is to be notified by a write to an eventfd, too
 };
 
 inline int64_t now_ns() {

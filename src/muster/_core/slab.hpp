@@ -29,8 +29,9 @@ struct SlabLayout {
   size_t obs_block_bytes;
   size_t obs_lent_bytes;  // of the leaves that are lent, in whole pages; they come first in a block
   uint32_t num_obs_blocks;  // block 0 is the slab's own, see lending.hpp
+  int notify_fd;            // an eventfd, this process's; -1: none
 
-  Bell bell() const { return {*caller, hosts, num_hosts}; }
+  Bell bell() const { return {*caller, hosts, num_hosts, notify_fd}; }
   char* row(const SlabRows& rows, uint32_t env) const { return base + rows.offset + env * rows.row_bytes; }
   size_t obs_block_shift(uint32_t block) const { return block * obs_block_bytes; }
   char* info_row(size_t env, InfoRow which) const {

@@ -80,7 +80,7 @@ class Stepper {
         if (in_caller && interrupt_)
           refuse(i, interrupt_.get());
         else
-          serve(i, [&] { step(i, record); });
+          serve(i, [&] { return step(i, record), true; });
       }
     }
     interrupt_ = Ref();
@@ -99,6 +99,7 @@ class Stepper {
     serve(i, [&] {
       record.has_final = 0;
       store_reset(call_reset(i, seed, options, passes_options), i, record);
+      return true;
     });
     Ref interrupt = std::exchange(interrupt_, Ref());
     return interrupt ? std::move(interrupt) : Ref::borrow(Py_None);
@@ -114,18 +115,111 @@ class Stepper {
   // Answers a request for env i without touching its rows.
   void acknowledge(uint32_t i) {
     EnvRecord& record = slab_.records[first_env_ + i];
-    serve(i, [&] { record.info_schema = InfoTable::kEmpty, record.has_final = 0; });
+    serve(i, [&] { return record.info_schema = InfoTable::kEmpty, record.has_final = 0, true; });
   }
 
   // Answers a request for env i with an exception.
   void refuse(uint32_t i, PyObject* exception) {
-    serve(i, [&] {
+    serve(i, [&]() -> bool {
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception)), exception);
       throw PythonError{};
     });
   }
 
   Ref describe_schemas() const { return infos_.describe(); }
+
+  // ---- the halves of a step and a reset, between which Python calls the envs, several at the same time; in one thread
+
+  // Waits until the caller has rung since `seen`, for `timeout_ns` at most; from any thread. Returns the rings so far.
+  uint32_t await_ring(uint32_t seen, int64_t timeout_ns) {
+    const GilReleased released;
+    own_.asleep.store(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (own_.rung.load(std::memory_order_acquire) == seen) futex_wait(own_.rung, seen, timeout_ns);
+    own_.asleep.store(0, std::memory_order_relaxed);
+    return own_.rung.load(std::memory_order_acquire);
+  }
+
+  // Whether the caller has sent a message; each is reported once.
+  bool takes_message() {
+    if (own_.messages.load(std::memory_order_acquire) == messages_read_) return false;
+    return ++messages_read_, true;
+  }
+
+  // The envs that are to be stepped; each request is reported once.
+  Ref take_requested() {
+    overlap_.resize(num_envs());
+    Ref taken = checked(PyList_New(0));
+    for (uint32_t i = 0; i < num_envs(); ++i) {
+      EnvRecord& record = slab_.records[first_env_ + i];
+      const uint32_t request = record.requested.load(std::memory_order_acquire);
+      if (!record.is_requested() || record.command == Command::kReset || overlap_[i].request == request) continue;
+      overlap_[i].request = request;
+      check(PyList_Append(taken.get(), checked(PyLong_FromUnsignedLong(i)).get()));
+    }
+    return taken;
+  }
+
+  // Returns the arguments for the env's step, or None where its reset is due. Raises where the action cannot be read.
+  Ref begin_step(uint32_t i) {
+    EnvRecord& record = slab_.records[first_env_ + i];
+    record.has_final = 0;
+    if (resets_first(record)) return Ref::borrow(Py_None);
+    return checked(PyTuple_Pack(1, read_action(i, record).get()));
+  }
+
+  // Takes what the env's step has returned. Returns None, or in same_step at the end of an episode, where the reset is
+  // due before the env has answered, the objects of the final step.
+  Ref finish_step(uint32_t i, PyObject* result) {
+    EnvRecord& record = slab_.records[first_env_ + i];
+    Ref final_objects = Ref::borrow(Py_None);
+    serve(i, [&] {
+      bump<uint64_t>(own_.env_steps, 1);
+      if (!store_step(Ref::borrow(result), i, record)) return true;
+      final_objects = std::exchange(final_objects_, checked(PyList_New(0)));
+      return false;
+    });
+    return final_objects;
+  }
+
+  // Takes what the env's reset has returned. final_objects: what finish_step has returned.
+  void finish_reset(uint32_t i, PyObject* result, PyObject* final_objects) {
+    EnvRecord& record = slab_.records[first_env_ + i];
+    serve(i, [&] {
+      if (final_objects == Py_None) return record.has_final = 0, store_reset(Ref::borrow(result), i, record), true;
+      final_objects_ = Ref::borrow(final_objects);
+      return store_reset_of_step(Ref::borrow(result), i, record), true;
+    });
+  }
+
+  // Notes that env i is in its own code from now on. The host is in that which began first.
+  void begins(uint32_t i, Doing doing) {
+    overlap_.resize(num_envs());
+    overlap_[i].doing = doing;
+    overlap_[i].since = spend();
+    if (++num_in_code_ == 1) own_.begin(doing, first_env_ + i, overlap_[i].since);
+  }
+
+  void ends(uint32_t i) {
+    spend();
+    overlap_[i].doing = Doing::kNothing;
+    --num_in_code_;
+    if (own_.doing_env.load(std::memory_order_relaxed) != first_env_ + i) return;
+    uint32_t first = i;
+    for (uint32_t k = 0; k < num_envs(); ++k)
+      if (overlap_[k].doing != Doing::kNothing &&
+          (overlap_[first].doing == Doing::kNothing || overlap_[k].since < overlap_[first].since))
+        first = k;
+    own_.begin(overlap_[first].doing, first_env_ + first, overlap_[first].since);
+  }
+
+  // Notes a turn of the loop that steps the envs. blocked: ticks for which one of them has kept it.
+  void beat(uint64_t blocked, uint32_t left_behind) {
+    spend();
+    bump<uint32_t>(own_.beats, 1);
+    bump(own_.ticks_blocked, blocked);
+    own_.left_behind.store(left_behind, std::memory_order_relaxed);
+  }
 
   // Returns (env_host, i) where this thread steps or resets env i, else None.
   static Ref running() {
@@ -146,7 +240,7 @@ class Stepper {
     return Ref::borrow(PyList_GET_ITEM(envs_.get(), i));
   }
 
-  // Runs `work` for env i and publishes the record, whatever happens.
+  // Runs `work` for env i, and publishes the record unless that returns false.
   template <class Work>
   void serve(uint32_t i, Work work) {
     EnvRecord& record = slab_.records[first_env_ + i];
@@ -156,7 +250,7 @@ class Stepper {
     record.status = Status::kOk;
     InEnv in_env_code;
     try {
-      work();
+      if (!work()) return in_env_code.ends();
       if (PyList_GET_SIZE(objects_.get()) || PyList_GET_SIZE(final_objects_.get())) put_mail(i, record);
       if (infos_.size() != schemas_announced_) {
         const Ref end = checked(PyObject_CallMethod(env_host_, "on_new_schema", nullptr));
@@ -166,9 +260,11 @@ class Stepper {
     } catch (const PythonError&) {
       report(i, record);
     }
-    const uint64_t in_env = own_.ticks_in_env.load(std::memory_order_relaxed) - in_env_before;
-    bump(own_.ticks_copying, ticks() - start - in_env);
-    own_.doing.store(Doing::kNothing, std::memory_order_relaxed);
+    if (overlap_.empty()) {
+      const uint64_t in_env = own_.ticks_in_env.load(std::memory_order_relaxed) - in_env_before;
+      bump(own_.ticks_copying, ticks() - start - in_env);
+      own_.doing.store(Doing::kNothing, std::memory_order_relaxed);
+    }
     record.finish();
     announce_finished(slab_.bell(), host_);
     in_env_code.ends();
@@ -186,14 +282,30 @@ class Stepper {
     running_ = around_;
   }
 
-  void step(uint32_t i, EnvRecord& record) {
-    record.has_final = 0;
-    // next_step: the last step ended the episode.  same_step: the reset that belonged to the last step has failed.
-    if (record.needs_reset && autoreset_ != Autoreset::kDisabled) return store_reset(call_reset(i), i, record);
+  // Accounts for the time since the last call, for a host that steps its envs at the same time. Returns the time.
+  uint64_t spend() {
+    const uint64_t now = ticks(), spent = spent_until_ ? now - std::exchange(spent_until_, now) : 0;
+    spent_until_ = now;
+    bump(num_in_code_ ? own_.ticks_in_env : own_.ticks_waiting, spent);
+    bump(own_.ticks_of_envs, spent * num_in_code_);
+    return now;
+  }
 
+  // next_step: the last step ended the episode.  same_step: the reset that belonged to the last step has failed.
+  bool resets_first(const EnvRecord& record) const {
+    return record.needs_reset && autoreset_ != Autoreset::kDisabled;
+  }
+
+  Ref read_action(uint32_t i, const EnvRecord& record) {
     const bool provided = record.command == Command::kStepProvided;
     Ref sent = actions_by_mail_ || provided ? checked(PyObject_CallMethod(env_host_, "take_actions", "I", i)) : Ref();
-    Ref action = provided ? checked(PyIter_Next(sent.get())) : action_.read(slab_.base, first_env_ + i, sent.get());
+    return provided ? checked(PyIter_Next(sent.get())) : action_.read(slab_.base, first_env_ + i, sent.get());
+  }
+
+  void step(uint32_t i, EnvRecord& record) {
+    record.has_final = 0;
+    if (resets_first(record)) return store_reset(call_reset(i), i, record);
+    const Ref action = read_action(i, record);
     const Ref held = env(i);
     PyObject* args[] = {held.get(), action.get()};
     const uint64_t start = begin(Doing::kStepping, i);
@@ -201,6 +313,11 @@ class Stepper {
     end(start);
     bump<uint64_t>(own_.env_steps, 1);
     if (!result) throw PythonError{};
+    if (store_step(std::move(result), i, record)) store_reset_of_step(call_reset(i), i, record);
+  }
+
+  // Returns whether the env has to be reset before it has answered.
+  bool store_step(Ref result, uint32_t i, EnvRecord& record) {
     result = as_tuple(std::move(result), 5, "step must return (obs, reward, terminated, truncated, info)");
     Ref info = Ref::borrow(PyTuple_GET_ITEM(result.get(), 4));
     const double reward = reward_of(PyTuple_GET_ITEM(result.get(), 1), info);
@@ -222,13 +339,15 @@ class Stepper {
     record.truncated = truncated;
     record.needs_reset = over;
     record.episode_over = over;
-    if (!reset_now) return;
-
     // In its reset the env may reuse the objects that its step has just returned.
-    if (PyList_GET_SIZE(final_objects_.get())) {
+    if (reset_now && PyList_GET_SIZE(final_objects_.get())) {
       final_objects_ = checked(PyObject_CallMethod(env_host_, "own", "O", final_objects_.get()));
     }
-    store_reset_rows(call_reset(i), i, record);
+    return reset_now;
+  }
+
+  void store_reset_of_step(Ref result, uint32_t i, EnvRecord& record) {
+    store_reset_rows(std::move(result), i, record);
     record.has_final = 1;
     record.needs_reset = 0;
   }
@@ -349,6 +468,14 @@ class Stepper {
   Ref seed_keyword_;
   Ref objects_;
   Ref final_objects_;
+  struct Overlapping {
+    Doing doing = Doing::kNothing;
+    uint32_t request = 0;  // the last one that was taken
+    uint64_t since = 0;
+  };
+  std::vector<Overlapping> overlap_;  // by env, of a host that steps its envs at the same time; else empty
+  uint32_t num_in_code_ = 0;          // of those
+  uint64_t spent_until_ = 0;
   Ref interrupt_;  // the Ctrl-C of an env, while envs are stepped or reset
   inline static thread_local Running running_{};
   Running around_{};  // while an env is stepped or reset: the env that was running before, where envs step other envs

@@ -13,7 +13,8 @@ from muster.errors import ClosedError, WaitTimeout
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.failures import Failure, HostFailed, to_exception
 from muster.hosts.questions import EnvQuestion, opened
-from muster.hosts.requests import Attach, HostOptions, Restart
+from muster.hosts.recipe_plans import Recipes
+from muster.hosts.requests import Attach, EnvPlan, HostOptions, Restart
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.deaths import Nouns
 from muster.pool.limits import AT_ONCE, Limit, Limits
@@ -23,6 +24,9 @@ from muster.pool.verbs import Answered, BasePool, Hooks, Round
 from muster.pool.watch import WORDS, State, seconds_since
 from muster.recipes.recipe import Recipe
 from muster.transport.slab import Slab, SlabPlan, split_evenly
+
+# The seconds more than ``step_timeout`` for which nothing may move in a worker that ends late envs itself.
+STUCK_S = 5.0
 
 
 class PooledBackend(Backend, Hooks):
@@ -36,7 +40,13 @@ class PooledBackend(Backend, Hooks):
     """Of questions to the workers."""
 
     def __init__(
-        self, recipes: Sequence[Recipe], num_workers: int, num_hosts: int, nouns: Nouns, limits: Limits
+        self,
+        recipes: Sequence[Recipe],
+        num_workers: int,
+        num_hosts: int,
+        nouns: Nouns,
+        limits: Limits,
+        concurrent: bool,
     ) -> None:
         self._recipes = recipes
         self.nouns = nouns
@@ -44,11 +54,15 @@ class PooledBackend(Backend, Hooks):
         self.num_workers = num_workers
         self.first_envs = split_evenly(len(recipes), num_hosts)
         self.numbers = [recipe.env_index for recipe in recipes]
-        self._limits, self.close_limits = limits, limits.close()
-        self._hosts = range(num_workers)
+        self._limits, self.close_limits, self._concurrent = limits, limits.close(), concurrent
+        self._hosts, self._at_once = range(num_workers), set[int]()
         self._attached = self._has_caller = False
         self._is_asked_again = False  # whether new envs are asked the last question again
         self._worker_lost: WorkerLost | None = None
+
+    def _content(self, recipes: Recipes, first_env: int, together: Sequence[Recipe] | None = None) -> EnvPlan:
+        limits = self._limits.step_timeout, self._limits.start_timeout
+        return EnvPlan(recipes, first_env, together, None, self._concurrent, *limits)
 
     def envs_of(self, host: int) -> range:
         """The envs of a host."""
@@ -63,7 +77,13 @@ class PooledBackend(Backend, Hooks):
     def start(self) -> list[EnvFacts]:
         try:
             with naming_limits("the vector env could not start"):
-                return self._start()
+                facts = self._start()
+            self._at_once = {
+                host
+                for host in self._hosts
+                if self._concurrent or any(facts[env].is_awaited for env in self.envs_of(host))
+            }
+            return facts
         except BaseException:
             self.close(AT_ONCE)
             raise
@@ -179,7 +199,12 @@ class PooledBackend(Backend, Hooks):
         limit_s = self._limits.step_timeout
         if limit_s is None:
             return None
+        if host in self._at_once:  # the worker itself ends envs that are late
+            return Limit(limit_s + STUCK_S, f"{self.nouns.step_timeout}={limit_s} and {STUCK_S:g} s more")
         return Limit(limit_s * len(self.envs_of(host)), f"{self.nouns.step_timeout}={limit_s} for each env")
+
+    def steps_at_once(self, env: int) -> bool:
+        return self.caller.host_of(env) in self._at_once
 
     # ---- watching
 
@@ -214,8 +239,8 @@ class PooledBackend(Backend, Hooks):
         return doing_in(self.slab, place, self._busy(place))
 
     def state(self, place: int) -> State | None:
-        """The env that a worker is in, or the first one that it owes."""
-        if not self._attached:
+        """The env that a worker is in, or the first one that it owes; one that steps all at once says that itself."""
+        if not self._attached or place in self._at_once:
             return None
         host, busy = self.slab.host(place), self._busy(place)
         if host["doing"] == Doing.NOTHING and not busy:
@@ -224,8 +249,8 @@ class PooledBackend(Backend, Hooks):
         return host["doing"], env, host["since"]
 
     def pending(self, place: int) -> int:
-        """The number of envs that a worker has to step or reset first."""
-        return len(self._busy(place)) if self._attached else 0
+        """The number of envs that a worker has to step or reset first; one that steps all at once cancels these."""
+        return len(self._busy(place)) if self._attached and place not in self._at_once else 0
 
     def ring(self, place: int) -> None:
         """Wakes a worker that may be asleep in the core."""

@@ -8,8 +8,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from muster.backends.base import CallerOptions, Questions, attach_local_host, close_here, raise_local_interrupt
-from muster.backends.pooled import PooledBackend
+from muster.backends.base import (
+    CallerOptions,
+    InLoop,
+    Questions,
+    attach_local_host,
+    close_here,
+    raise_local_interrupt,
+)
+from muster.backends.pooled import STUCK_S, PooledBackend
 from muster.envs.package_finder import no_banner_meanwhile
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
@@ -27,7 +34,7 @@ from muster.pool.resources import MAY_SHARE, MemoryPlan, Usage, usage_of
 from muster.pool.set_up import Processes
 from muster.pool.unique_indices import UniqueIndices
 from muster.pool.verbs import Successor
-from muster.pool.worker_process import close_own, open_files
+from muster.pool.worker_process import close_own, open_eventfd, open_files
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import Recipe
 from muster.transport.channel import watched_s
@@ -39,6 +46,8 @@ __all__ = ["ProcessBackend", "ProcessOptions"]
 
 # How long a Ctrl-C in an env that the caller steps is held back: if the workers answer in time, the whole step ends.
 _INTERRUPT_GRACE_S = 0.5
+# The code of envs that was left behind in a worker that goes on.
+_MOST_LEFT = 16
 # Gymnasium's envs that need no other library: imported by the launcher they take 2 ms, once, but 3 ms in each worker,
 # which has to copy every page of memory that it writes to.
 ENV_PRELOADS = ("muster.hosts.env_resident", "gymnasium.envs.classic_control", "gymnasium.envs.toy_text")
@@ -83,7 +92,8 @@ class ProcessBackend(PooledBackend):
 
     def __init__(self, recipes: Sequence[Recipe], options: ProcessOptions) -> None:
         num_hosts = options.num_workers + options.caller_steps
-        super().__init__(recipes, options.num_workers, num_hosts, options.limits.nouns, options.limits)
+        around = options.limits.nouns, options.limits, options.processes.concurrent
+        super().__init__(recipes, options.num_workers, num_hosts, *around)
         self._options = options
         self._context = options.processes.context
         self.pack = packer(self.user_call, forked=self._context == "fork")
@@ -105,12 +115,13 @@ class ProcessBackend(PooledBackend):
             self._recipes,
             self.first_envs[: self.num_workers + 1],
             processes,
-            lambda recipes, envs: EnvPlan(recipes, envs.start),
+            lambda recipes, envs: self._content(recipes, envs.start),
         )
         for plan in plans:
             plan.parts = len(plan.envs)
         with Uninterrupted(), standard_fds():
             open_files(self._files, "slab", "mail")
+            self.notify_fd = open_eventfd(self._files, "notify")
         processes = dataclasses.replace(processes, preloads=(*ENV_PRELOADS, *processes.preloads))
         self.pool = Pool(
             *("muster.hosts.env_resident:EnvResident", plans, processes, self, self._limits),
@@ -147,7 +158,7 @@ class ProcessBackend(PooledBackend):
         host, first = self.num_workers, self.first_envs[self.num_workers]
         indices = self._local_indices.take(len(self._recipes) - first)
         info = WorkerInfo(None, host, len(self._recipes), self.num_workers, None, unique_indices=indices)
-        self._local = EnvHost(self._recipes[first:], info, first)
+        self._local = EnvHost(self._recipes[first:], info, first, awaits=InLoop)
         with no_banner_meanwhile():  # none from the workers, so none from here
             failure = self._local.initialise(self._options.processes.init.function) or self._local.build()
         if failure:
@@ -162,7 +173,7 @@ class ProcessBackend(PooledBackend):
 
     def _made_slab(self, plan: SlabPlan) -> Slab:
         self._mail = SharedMail(self._files["mail"], plan.num_boxes, shares_main=self._context == "fork")
-        return Slab(plan, self._files["slab"])
+        return Slab(plan, self._files["slab"], notify_fd=self.notify_fd)
 
     def _attach_message(self, options: HostOptions) -> Attach:
         return Attach(self.slab.plan, options)
@@ -229,6 +240,9 @@ class ProcessBackend(PooledBackend):
             if (ready_at := self.pool.ready_at(host)) is None:
                 continue
             state = self.slab.host(host)
+            if host in self._at_once:
+                self._watch_loop(host, limit_s, ready_at, state)
+                continue
             # The time counts for which state and records have not changed. A worker that has been stopped (SIGSTOP)
             # between two steps shows NOTHING as its state, although it owes an answer.
             envs = self.envs_of(host)
@@ -240,6 +254,16 @@ class ProcessBackend(PooledBackend):
             if elapsed_s > limit_s and self._busy(host):
                 self.pool.lose(host, f"{self.nouns.step_timeout}={limit_s}", elapsed_s)
 
+    def _watch_loop(self, host: int, limit_s: float, ready_at: float, state: Mapping[str, Any]) -> None:
+        """Looks at a worker that ends late envs itself, while its loop goes on."""
+        words = f"{self.nouns.step_timeout}={limit_s}"
+        if state["left_behind"] >= _MOST_LEFT:
+            self.pool.lose(host, f"{words}, and code of {state['left_behind']} envs could not be ended", limit_s)
+        elif self._seen.get(host, (None, 0.0))[0] != state["beats"]:
+            self._seen[host] = state["beats"], watched_s()
+        elif (elapsed_s := watched_s() - max(self._seen[host][1], ready_at)) > limit_s + STUCK_S:
+            self.pool.lose(host, f"{words} and {STUCK_S:g} s more", elapsed_s)
+
     def on_lost(self, place: int, reason: str) -> Successor | None:
         if self._worker_lost is None:
             return None
@@ -248,7 +272,7 @@ class ProcessBackend(PooledBackend):
 
     def _successor(self, host: int, questions: Questions) -> Successor:
         plan: EnvPlan = self.pool.plans[host].content
-        content = EnvPlan(plan.recipes, plan.first_env, attach=self._attach)
+        content = dataclasses.replace(plan, attach=self._attach)
         return Successor(content, [Again(questions)])
 
     # ---- closing

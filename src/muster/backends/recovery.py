@@ -137,7 +137,8 @@ class Recovery:
                 interrupt = failure.exception
             elif lost is None:
                 host = self._caller.host_of(env)
-                self._count(host, f"{self._backend.nouns.env(host, env)}: {reason}{more('tasks/restarts')}")
+                own = f" in env {env}" if self._backend.steps_at_once(env) else ""
+                self._count(host, f"{self._backend.nouns.env(host, env)}: {reason}{more('tasks/restarts')}", own)
         was_reset = self._records["command"][env] == Command.RESET
         self._caller.restore(env)
         if not died and lost is None and not in_vain:
@@ -213,9 +214,9 @@ class Recovery:
         record["needs_reset"][env], record["has_final"][env] = not same_step, same_step
         record["final_schema"][env] = InfoSchema.EMPTY
 
-    def _count(self, host: int, reason: str) -> None:
+    def _count(self, host: int, reason: str, of: str = "") -> None:
         try:
-            self._budget.spend(host, reason)
+            self._budget.spend(host, reason, of)
         except BaseException:
             self._caller.closed = True
             self._backend.close(AT_ONCE)

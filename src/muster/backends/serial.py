@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from muster.backends.base import Backend, CallerOptions, attach_local_host, close_here, make_caller
+from muster.backends.base import Backend, CallerOptions, InLoop, attach_local_host, close_here, make_caller
+from muster.errors import ConfigError
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, to_exception
@@ -29,6 +30,7 @@ class SerialBackend(Backend):
     """Steps every env in the calling thread. Arguments are not copied; global random generators are not seeded.
 
     init: called once, before the first env is built.  activity: a worker's, see `Activity`.
+    concurrent: whether only coroutine envs are asked for.
     """
 
     num_workers = 0
@@ -41,7 +43,9 @@ class SerialBackend(Backend):
         *,
         init: Init | None = None,
         activity: Activity | None = None,
+        concurrent: bool = False,
     ) -> None:
+        self._concurrent = concurrent
         self._activity = activity
         self._init = init
         self.nouns = nouns
@@ -49,7 +53,7 @@ class SerialBackend(Backend):
         self.first_envs = (0, len(recipes))
         self._is_callers = info is None  # else a worker's: its caller says what it waits for
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
-        self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker, activity=activity)
+        self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker, activity=activity, awaits=InLoop)
         self.envs, self.numbers = self._env_host.envs, self._env_host.numbers
         self._mail = LocalMail()
         self._unique_indices = UniqueIndices()
@@ -60,7 +64,12 @@ class SerialBackend(Backend):
             self._env_host.info = replace(self._env_host.info, unique_indices=indices)
         if failure := self._env_host.initialise(self._init) or self._env_host.build():
             raise to_exception(failure)
-        return self._env_host.facts()
+        facts = self._env_host.facts()
+        if self._concurrent and not all(one.is_awaited for one in facts):
+            self.close(AT_ONCE)
+            expected = 'left out with backend="serial", which steps envs of ordinary methods one after the other'
+            raise ConfigError("concurrent", expected, True)
+        return facts
 
     def attach(self, plan: SlabPlan, options: HostOptions, caller: CallerOptions) -> None:
         self.slab = Slab(plan, host=None if self._activity is None else self._activity.memory)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from gymnasium import Wrapper, spaces
+from gymnasium import ActionWrapper, Wrapper, spaces
 from gymnasium.envs.registration import EnvSpec, WrapperSpec
 from gymnasium.utils import RecordConstructorArgs
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from muster.envs.agents import AgentsEnv
 from muster.envs.layout import AgentLayout
-from muster.errors import OneEnvPerProcess, SpecMismatch
+from muster.errors import OneEnvPerProcess, RecipeError, SpecMismatch
 from muster.hosts.failures import about_gym
 from muster.introspection import type_name
 from muster.pickling import MAKE_VEC, UserCall, is_plain
@@ -23,6 +25,8 @@ from muster.spaces.tree import Space
 from muster.transport.mail import dumps
 
 _SMALL_BYTES = 1 << 16
+# The steps of wrappers that return what the env's step does, as it is.
+_PASSES_ON = (Wrapper.step, OrderEnforcing.step, ActionWrapper.step)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class EnvFacts:
     render_mode: str | None
     spec: EnvSpec | None
     agents: AgentLayout | None = None
+    is_awaited: bool = False
 
 
 def facts_of(env: Any) -> EnvFacts:
@@ -53,7 +58,44 @@ def facts_of(env: Any) -> EnvFacts:
         getattr(env, "render_mode", None),
         _spec_of(env),
         env.layout if isinstance(env, AgentsEnv) else None,
+        is_awaited(env),
     )
+
+
+def is_awaited(env: Any) -> bool:
+    """True if the env, or its class, has coroutine functions. Raises RecipeError where that is one of two."""
+    while isinstance(env, Wrapper) and type(env).step in _PASSES_ON:
+        env = env.env
+    if isinstance(env, Wrapper) and type(env).__module__.startswith("gymnasium.") and is_awaited(env.env):
+        hint = "gymnasium.make takes disable_env_checker=True" if isinstance(env, PassiveEnvChecker) else "Leave it out"
+        raise RecipeError(
+            f"the wrapper {type(env).__name__} does not await the coroutine that its env's step returns. {hint}: limit "
+            "episodes in the env itself, by an argument of it, or in a wrapper with `async def step`"
+        )
+    step, reset = getattr(env, "step", None), getattr(env, "reset", None)
+    steps, resets = map(inspect.iscoroutinefunction, (step, reset))
+    for name, method in (("step", step), ("reset", reset)):
+        if inspect.isasyncgenfunction(method):
+            raise RecipeError(
+                f"{_named(env)}.{name} is an async generator. Make it a coroutine function: return the result, and "
+                "yield nothing"
+            )
+    if steps != resets:
+        awaited, plain = ("step", "reset") if steps else ("reset", "step")
+        raise RecipeError(
+            f"{_named(env)}.{awaited} is a coroutine function, and {plain} is none. Write `async def {plain}`, too"
+        )
+    return steps
+
+
+def is_awaited_class(factory: Any) -> bool:
+    """True for a class of envs with coroutine functions: its envs may share a process, since they wait."""
+    factory = factory.func if isinstance(factory, partial) else factory
+    return isinstance(factory, type) and inspect.iscoroutinefunction(getattr(factory, "step", None))
+
+
+def _named(env: Any) -> str:
+    return env.__qualname__ if isinstance(env, type) else type(env).__qualname__
 
 
 def _spec_of(env: Any) -> EnvSpec | None:

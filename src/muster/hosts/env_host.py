@@ -7,20 +7,23 @@ import errno
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import coroutine
 from typing import Any
 
 from muster._core import Doing, Stepper
 from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch, more
-from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, same_facts
+from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, is_awaited, same_facts
 from muster.hosts.failures import AttributesLost, Failure, about_gym, reset_note
 from muster.hosts.questions import EnvQuestion, shared
 from muster.hosts.requests import HostOptions, Restart
+from muster.hosts.waiting import Deed, InTurn
 from muster.introspection import type_name
 from muster.pickling import find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
 from muster.pool.resources import limit, own_memory_bytes
 from muster.pool.set_up import about_script
+from muster.pool.thread_pool import Outcome
 from muster.pool.watch import Activity
 from muster.pool.worker import seed_globals
 from muster.recipes.known_envs import advise_apart
@@ -39,7 +42,8 @@ class EnvHost:
 
     dumps: pickles for the caller; None where the caller is in this process.  worker_noun: for a worker, in failures.
     together: the recipes of all hosts in this process; None where there is no other host.
-    activity: where it says which env it builds or calls.
+    activity: where it says which env it builds or calls.  way: how it calls its envs.
+    awaits: makes the way for coroutine envs, where `way` is in turn.
     """
 
     def __init__(
@@ -52,8 +56,11 @@ class EnvHost:
         worker_noun: str = "worker",
         together: Sequence[Recipe] | None = None,
         activity: Activity | None = None,
+        way: InTurn | None = None,
+        awaits: Callable[[], InTurn] = InTurn,
     ) -> None:
-        self._activity = activity or Activity()
+        self.activity = activity or Activity()
+        self.way, self._awaits = way or InTurn(), awaits
         self._together = together
         self.worker_noun = worker_noun
         self.recipes = list(recipes)
@@ -88,7 +95,9 @@ class EnvHost:
         memory_bytes = [own_memory_bytes()] if on_built is not None else []
         for i in range(len(self.recipes)):
             try:
-                built = self._build_one(i)
+                built, error = self.way.run(self._build_one(i))
+                if error is not None:
+                    raise error
                 self._built.append(built)
                 self.envs.append(built.env)
                 check_one_per_process(built.env, len(self._together or self.recipes), self.recipes[i].call)
@@ -99,6 +108,8 @@ class EnvHost:
                 failure = self.failure(i, error)
                 self.close()
                 return failure
+        if type(self.way) is InTurn and any(map(is_awaited, self.envs)):
+            self.way = self._awaits()
         return None
 
     def info_of(self, i: int) -> WorkerInfo:
@@ -106,11 +117,15 @@ class EnvHost:
         own = self.info.unique_indices[i : i + 1]
         return dataclasses.replace(self.info, env_index=self.numbers[i], unique_indices=own)
 
-    def _build_one(self, i: int) -> BuiltEnv:
-        with self._activity.of(Doing.BUILDING, self.first_env + i), worker_info_context(self.info_of(i)):
+    @coroutine
+    def _build_one(self, i: int) -> Deed[Outcome]:
+        def build() -> BuiltEnv:
             built = self.recipes[i].build()
             facts_of(built.env)
-        return built
+            return built
+
+        outcome: Outcome = yield from self.way.within(self, i, Doing.BUILDING, build)
+        return outcome
 
     def facts(self) -> list[EnvFacts]:
         """The facts of each env. Where they equal the first env's, they are the same object: big spaces travel once."""
@@ -126,7 +141,8 @@ class EnvHost:
         self._host = host
         self._misfits = [self._misfit(i, env) for i, env in enumerate(self.envs)]
         limited = any(recipe.permits is not None for recipe in self.recipes)
-        self._stepped = [self._permitted(i) for i in range(len(self.envs))] if limited else self.envs
+        indirect = limited or self.way.is_indirect
+        self._stepped = [self._to_step(i) for i in range(len(self.envs))] if indirect else self.envs
         self.stepper = Stepper(
             slab=slab.layout,
             host=host,
@@ -142,10 +158,11 @@ class EnvHost:
             env_host=self,
             wait_budget=options.wait_budget,
         )
+        self.way.attach(self)
 
-    def _permitted(self, i: int) -> Any:
-        permits = self.recipes[i].permits
-        return self.envs[i] if permits is None else _Permitted(self.envs[i], permits)
+    def _to_step(self, i: int) -> Any:
+        env, permits = self.way.to_step(self, i), self.recipes[i].permits
+        return env if permits is None else _Permitted(env, permits)
 
     def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
         """The reason why a new env does not fit the rows that were laid out for the first one; None if it does."""
@@ -234,16 +251,22 @@ class EnvHost:
         if question.by_row:
             self._answer_by_rows(question)
             return []
-        return [self._carried_out(question, i) if question.asks(env) else None for i, env in enumerate(self.numbers)]
+        return self.way.run(self._answers(question))
 
-    def _carried_out(self, question: EnvQuestion, i: int) -> Any:
-        try:
-            with self._activity.of(Doing.TALKING, self.first_env + i), worker_info_context(self.info_of(i)):
-                return question.on(self, i)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and self.dumps is None:
-                raise  # the caller's own Ctrl-C
-            return self.failure(i, error)
+    @coroutine
+    def _answers(self, question: EnvQuestion) -> Deed[list[Any]]:
+        asked = [i for i, env in enumerate(self.numbers) if question.asks(env)]
+        answers: list[Any] = [None] * len(self.numbers)
+        for i, answer in zip(asked, self.way.begun(self._carried_out(question, i) for i in asked), strict=True):
+            answers[i] = yield from answer
+        return answers
+
+    @coroutine
+    def _carried_out(self, question: EnvQuestion, i: int) -> Deed[Any]:
+        answer, error = yield from self.way.within(self, i, Doing.TALKING, question.on, self, i)
+        if isinstance(error, KeyboardInterrupt) and self.dumps is None:
+            raise error  # the caller's own Ctrl-C
+        return answer if error is None else self.failure(i, error)
 
     def _answer_by_rows(self, question: EnvQuestion) -> None:
         interrupt: BaseException | None = None
@@ -269,7 +292,7 @@ class EnvHost:
 
     def reset_env(self, i: int, seed: int | None, options: Any, passes_options: bool) -> BaseException | None:
         """Resets env i, and publishes its row; returns the Ctrl-C with which that has ended."""
-        return self.stepper.reset_env(i, seed, options, passes_options)
+        return self.way.reset_env(self, i, seed, options, passes_options)
 
     def refuse(self, env_ids: Sequence[int], error: Exception) -> None:
         """Answers the pending requests of some envs with an exception."""
@@ -278,37 +301,56 @@ class EnvHost:
 
     def restart(self, restart: Restart) -> None:
         """Answers the pending request of an env with a new episode."""
+        self.way.restart(self.restarted(restart))
+
+    @coroutine
+    def restarted(self, restart: Restart) -> Deed[None]:
+        """Carries out a restart, until the env is about to be reset."""
         i = restart.env - self.first_env
         if not restart.rebuilds and restart.seed is not None:  # in a new process
             self.seed_globals([restart.seed])
         if restart.rebuilds:
+            error = yield from self.rebuilt(i)
             try:
-                error = self._close_one(i, self._built[i])
-                if isinstance(error, KeyboardInterrupt):
-                    raise error
-                self._built[i] = self._build_one(i)
-                self._misfits[i] = self._misfit(i, self._built[i].env)
-                self.envs[i] = self._built[i].env
-                self.again({self.numbers[i]: restart.again})
-            except BaseException as error:
-                self.stepper.refuse(i, error)
-                return
+                if error is None:
+                    yield from self._again({self.numbers[i]: restart.again})
+            except BaseException as raised:
+                error = raised
+            if error is not None:
+                return self.stepper.refuse(i, error)
         if (refusal := self._misfits[i] or self._unset.pop(i, None)) is not None:
-            self.stepper.refuse(i, refusal)
-            return
-        self.stepper.replace_env(i, self._permitted(i), restart.seed)
+            return self.stepper.refuse(i, refusal)
+        self.stepper.replace_env(i, self._to_step(i), restart.seed)
         if restart.resets_now:
-            self.stepper.reset_env(i, restart.seed, restart.options)
+            self.way.reset_env(self, i, restart.seed, restart.options, True)
         else:
+            self.way.seed_next(i, restart.seed)
             self.stepper.acknowledge(i)
+        return None
+
+    @coroutine
+    def rebuilt(self, i: int) -> Deed[BaseException | None]:
+        """Closes env i and builds it again; returns what has prevented that."""
+        error = yield from self._close_one(i, self._built[i])
+        if isinstance(error, KeyboardInterrupt):
+            return error
+        built, error = yield from self._build_one(i)
+        if error is None:
+            self._built[i], self.envs[i] = built, built.env
+            self._misfits[i] = self._misfit(i, built.env)
+        return error
 
     def again(self, questions: Mapping[int, Sequence[EnvQuestion]]) -> None:
         """Asks new envs again, by number. Where one refuses, that is the answer to its next request."""
+        self.way.run(self._again(questions))
+
+    @coroutine
+    def _again(self, questions: Mapping[int, Sequence[EnvQuestion]]) -> Deed[None]:
         for env, of_env in questions.items():
             i, reasons = self.numbers.index(env), {}
             for question in of_env:
                 # An env of the caller's process may change the value.
-                answer = self._carried_out(question if self.dumps else question.packed(shared), i)
+                answer = yield from self._carried_out(question if self.dumps else question.packed(shared), i)
                 if isinstance(answer, Failure):
                     reasons[f"{question.key}"] = f"{answer.type_name}: {answer.message}"
             if reasons:
@@ -317,17 +359,28 @@ class EnvHost:
     def close(self, on_closing: Callable[[int], None] | None = None) -> list[Failure]:
         """Closes the envs and releases what was built for them. Raises nothing; returns what was raised.
 
-        One after the other, in the thread that has built them: what they hold may be bound to it. The caller's own
-        Ctrl-C, in the close of one, leaves those after it unclosed.
-        on_closing: called with the number of each env, from 0, before that env is closed.
+        Each in the thread that has built it: what it holds may be bound to that. The caller's own Ctrl-C, in the close
+        of one, leaves those after it unclosed.
+        on_closing: called with the number of each env, from 0, before that env is waited for.
         """
+        try:
+            return self.way.run(self._closed(on_closing))
+        finally:
+            self.way.end()
+
+    @coroutine
+    def _closed(self, on_closing: Callable[[int], None] | None) -> Deed[list[Failure]]:
         all_built, self._built = self._built, []
         errors: list[BaseException | None] = []
+        yield from self.way.stop(self)
+        closing = iter(self.way.begun(self._close_one(i, built) for i, built in enumerate(all_built)))
         try:
-            for i, built in enumerate(all_built):
+            for i in range(len(all_built)):
                 if on_closing is not None:
+                    if not i:
+                        yield from self.way.settle(0)
                     on_closing(i)
-                errors.append(self._close_one(i, built))
+                errors.append((yield from next(closing)))
                 if isinstance(errors[-1], KeyboardInterrupt) and self.dumps is None:
                     break
         finally:  # also when a Ctrl-C comes between two closes
@@ -339,13 +392,16 @@ class EnvHost:
         self._stepped.clear()
         return failures
 
-    def _close_one(self, i: int, built: BuiltEnv) -> BaseException | None:
+    @coroutine
+    def _close_one(self, i: int, built: BuiltEnv) -> Deed[BaseException | None]:
+        def close() -> Any:
+            return built.env.close()
+
+        yield from self.way.settle(i)
         error: BaseException | None = None
+        if not self.way.has_left(i):
+            _, error = yield from self.way.within(self, i, Doing.NOTHING, close)
         with worker_info_context(self.info_of(i)):
-            try:
-                built.env.close()
-            except BaseException as raised:  # even Ctrl-C: what was built for the env has to be released
-                error = raised
             built.release(_RELEASE_TIMEOUT_S)
         return error
 

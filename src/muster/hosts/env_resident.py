@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from muster.errors import CannotTravel
-from muster.hosts.env_facts import EnvFacts
+from muster.hosts.env_facts import EnvFacts, is_awaited_class
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, HostFailed
 from muster.hosts.questions import Again, EnvQuestion, sent
 from muster.hosts.recipe_plans import RecipeResident
 from muster.hosts.requests import Attach, EnvPlan, Restart
+from muster.hosts.waiting import Waiting
 from muster.pool.worker import Here
 from muster.transport.mail import SharedMail
 from muster.transport.slab import Slab, SlabPlan
@@ -25,7 +27,10 @@ class EnvResident(RecipeResident):
         self._here = here
         self._steps = False
         self._is_new = plan.attach is None
+        waits = partial(Waiting, plan.step_timeout, plan.start_timeout, has_threads=plan.concurrent)
+        at_once = plan.concurrent or any(is_awaited_class(recipe.factory) for recipe in plan.recipes)
         around: dict[str, Any] = {"dumps": here.dumps, "together": plan.together, "activity": here.activity}
+        around |= {"way": waits() if at_once else None, "awaits": waits}
         self.host = EnvHost(plan.recipes, here.info, plan.first_env, **around)
         if failure := self.host.build(here.report if here.is_judged else None):
             raise HostFailed(failure)
@@ -57,8 +62,9 @@ class EnvResident(RecipeResident):
                 super().take(message)
 
     def between(self) -> None:
-        if self._steps:
-            self.host.stepper.run()  # returns when a message has come
+        if self._steps:  # both return when a message has come
+            way = self.host.way
+            way.until_message(self.host) if isinstance(way, Waiting) else self.host.stepper.run()
 
     def close(self, closes: Callable[[int], None]) -> list[Failure]:
         return self.host.close(closes)
@@ -67,7 +73,7 @@ class EnvResident(RecipeResident):
         here, slab, mail = self._here, attach.slab, attach.mail
         if isinstance(slab, SlabPlan):
             mail = SharedMail(here.files["mail"], slab.num_boxes, shares_main=here.forked)
-            slab = Slab(slab, here.files["slab"])
+            slab = Slab(slab, here.files["slab"], notify_fd=here.files["notify"])
         assert mail is not None
         self.host.attach(slab, here.info.worker_index, mail, attach.options)
         self._steps = True

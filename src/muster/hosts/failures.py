@@ -11,14 +11,15 @@ from typing import Any
 
 from muster.envs.attributes import chain
 from muster.envs.dm_env import is_dm_env
-from muster.errors import CannotTravel, ConfigError, EnvError, MusterError, UsageError, WrongType
+from muster.errors import CannotTravel, ConfigError, EnvError, MusterError, StepTimeout, UsageError, WrongType
 from muster.introspection import type_name
 from muster.pickling import UserCall
 from muster.pool.messages import message_of, portable, rebuilt
 
-# Errors that an env may raise because it uses a vector env itself. Raised as they are, they would seem to be about the
-# vector env that steps this env.
-_OF_CALLS = (UsageError, ConfigError, WrongType)
+# Errors that an env may raise because it uses a vector env itself, and one about an env. Raised as they are, they would
+# seem to be about the vector env that steps this env.
+_OF_CALLS = (UsageError, ConfigError, WrongType, StepTimeout)
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,9 @@ def to_one_exception(failures: Sequence[Failure]) -> BaseException:
     # Envs that failed with the same Ctrl-C were not stepped at all, because of it.
     others = [one for one in failures if one is not first and (one.exception is None or one.exception is not error)]
     if others:
-        names = ", ".join(f"env {failure.env_index} ({failure.type_name})" for failure in others)
-        error.add_note(f"In the same call failed: {names}")
+        names = ", ".join(f"env {failure.env_index} ({failure.type_name})" for failure in others[:_MOST_NAMED])
+        more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+        error.add_note(f"In the same call failed: {names}{more}")
     return error
 
 

@@ -52,12 +52,16 @@ class EnvPlan(Message):
     recipes: those of its envs.  first_env: index of the first.
     together: the recipes of all hosts in this process; None where there is no other.
     attach: given to a host that takes another's place: it is ready once it can step.
+    concurrent: whether it steps all its envs at the same time.  step_timeout, start_timeout: for each env of those.
     """
 
     recipes: Recipes
     first_env: int
     together: Sequence[Recipe] | None = None
     attach: Attach | None = None
+    concurrent: bool = False
+    step_timeout: float | None = None
+    start_timeout: float = 300.0
 
 
 @dataclass(eq=False)

@@ -236,7 +236,7 @@ class _Envs(VectorEnv):
             super().reset_async(seed=seed, options=options)
             return
         self.require_idle("reset")
-        self.reset_some(np.arange(self.num_envs), seeds_of(seed, self.num_envs), None, passes_options=False)
+        self.reset_some(ids := np.arange(self.num_envs), seeds_of(seed, ids), None, passes_options=False)
 
 
 class DummyVecEnv(MusterVecEnv):

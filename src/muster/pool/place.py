@@ -367,18 +367,18 @@ class Budget:
 
     def __init__(self, max_restarts: int, nouns: Nouns) -> None:
         self._max_restarts, self._nouns = max_restarts, nouns
-        self._recent: dict[int, deque[float]] = {}
+        self._recent: dict[tuple[int, str], deque[float]] = {}
 
-    def spend(self, index: int, reason: str) -> None:
-        """Counts a failure in a place. Raises WorkerError where that was one too many."""
+    def spend(self, index: int, reason: str, of: str = "") -> None:
+        """Counts a failure in a place, or of a part of it. Raises WorkerError where that was one too many."""
         now = time.monotonic()
-        recent = self._recent.setdefault(index, deque())
+        recent = self._recent.setdefault((index, of), deque())
         recent.append(now)
         while now - recent[0] > WINDOW_S:
             recent.popleft()
         if len(recent) > self._max_restarts:
             raise WorkerError(
                 self._nouns.name(index),
-                f"failed {len(recent)} times within {WINDOW_S:.0f} s (max_restarts={self._max_restarts}), so "
+                f"failed {len(recent)} times{of} within {WINDOW_S:.0f} s (max_restarts={self._max_restarts}), so "
                 f"restarting does not help; {self._nouns.pool} closed. The last failure: {reason}",
             )

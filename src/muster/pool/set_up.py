@@ -74,7 +74,8 @@ class Processes:
     preloads: modules that a launcher imports before it forks workers.  hash_seed: PYTHONHASHSEED, not under fork.
     are_apart: whether each worker leads a session, which ends with it, and nobody gets what the workers print and log.
     set_up: what each worker sets up before that, not under fork; None for that of the process that starts them.
-    worker: the noun in the names of its options.  Raises ConfigError.
+    worker: the noun in the names of its options.
+    concurrent: whether each steps all its envs at the same time.  Raises ConfigError.
     """
 
     context: str = "auto"
@@ -86,6 +87,7 @@ class Processes:
     are_apart: bool = False
     set_up: SetUp | None = None
     worker: str = "worker"
+    concurrent: bool = False
 
     def __post_init__(self) -> None:
         one_of("context", self.context, CONTEXTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import queue
@@ -10,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,10 @@ from muster.pool.resources import MemoryPlan, Usage, limit_reached, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.watch import Activity
 from muster.pool.worker import Here, Resident, serve
-from muster.worker_info import worker_info_context
+from muster.worker_info import WorkerInfo, worker_info_context
+
+Outcome = tuple[Any, BaseException | None]
+"""The value that a call has returned, and its exception; one of them is None."""
 
 # How long a thread may take at least to finish its current work when the pool closes, and to close a part. Together
 # under 2 s: after Ctrl-C nobody waits longer.
@@ -254,3 +258,46 @@ class ThreadPool(BasePool[_Thread]):
             one, message = self._said.popleft()
             one.unread.append(message)
         return [*places]
+
+
+class CallingThread:
+    """A thread that calls functions one after the other, for a loop in another thread, which gets the outcomes."""
+
+    def __init__(self, name: str, info: WorkerInfo, loop: asyncio.AbstractEventLoop) -> None:
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._info, self._loop = info, loop
+        self._numpy_errors: dict[str, Any] = {**np.geterr(), "call": np.geterrcall()}  # a new thread has NumPy's own
+        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+        if not starts(self.thread):
+            raise limit_reached(errno.EAGAIN, f"the thread of env {info.env_index} could not start")
+
+    def call(self, done: Callable[[Outcome], None], function: Callable[[], Any]) -> None:
+        """Has a function called; `done` takes the outcome, in the loop."""
+        self._inbox.put((done, function))
+
+    def ends(self) -> None:
+        """Ends the thread once it has done all that it was asked for."""
+        self._inbox.put(None)
+
+    def _main(self) -> None:
+        with np.errstate(**self._numpy_errors), worker_info_context(self._info):
+            while self._calls(self._inbox.get()):  # nothing of a call is held until the next one
+                pass
+
+    def _calls(self, asked: Any) -> bool:
+        if asked is None:
+            return False
+        done, function = asked
+        try:
+            self._loop.call_soon_threadsafe(done, outcome_of(function))
+        except RuntimeError:  # the loop has ended
+            return False
+        return True
+
+
+def outcome_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    """The outcome of a call."""
+    try:
+        return function(*args, **kwargs), None
+    except BaseException as error:
+        return None, error

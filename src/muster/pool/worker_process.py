@@ -50,6 +50,13 @@ def open_files(files: dict[str, int], *names: str) -> None:
         own(files[name])
 
 
+def open_eventfd(files: dict[str, int], name: str) -> int:
+    """Adds an eventfd that no read blocks on, in the same way, and returns it."""
+    files[name] = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    own(files[name])
+    return files[name]
+
+
 def disown(fd: int) -> None:
     """Forgets an fd that is about to be closed."""
     _own_fds.discard(fd)

@@ -104,6 +104,7 @@ class Slab:
     """The shared block, and NumPy views of its parts.
 
     host: the memory of the record of the one host, where that is not in the block.
+    notify_fd: an eventfd, written to by who answers where the caller asks for that; -1 for none.
     memory: uint8, the block itself.
     records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, InfoRow, ...]``, the step's info and the final one.
@@ -111,7 +112,7 @@ class Slab:
     layout: the places of all these parts, for the core.
     """
 
-    def __init__(self, plan: SlabPlan, fd: int | None = None, host: Array | None = None) -> None:
+    def __init__(self, plan: SlabPlan, fd: int | None = None, host: Array | None = None, notify_fd: int = -1) -> None:
         self.plan = plan
         n = plan.num_envs
         self._end = 0
@@ -153,6 +154,7 @@ class Slab:
             obs_block_bytes=block_bytes,
             obs_lent_bytes=lent_bytes,
             num_obs_blocks=1 + spares,
+            notify_fd=notify_fd,
         )
         self.records = self.array(records, (n,), RECORD)
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))

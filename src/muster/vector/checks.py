@@ -11,19 +11,20 @@ import numpy.typing as npt
 from muster.arguments import as_whole
 from muster.errors import ActionError, ConfigError, SpecMismatch, UsageError, WrongType
 from muster.spaces.compare import first_difference
-from muster.spaces.tree import Space
+from muster.spaces.tree import Array, Space
 
 # 11.6 days: poll, which takes milliseconds as a C int, cannot wait for more than 24.8 days.
 _LONGEST_S = 1e6
 
 
-def seeds_of(seed: Any, num_envs: int) -> list[int | None]:
-    """One seed for each env i: ``seed + i``, or the i-th of the list. Raises UsageError, ConfigError."""
+def seeds_of(seed: Any, ids: Array) -> list[int | None]:
+    """The seeds of envs `ids`: ``seed + i`` for env i, or those of the list. Raises UsageError, ConfigError."""
+    num_envs = len(ids)
     if seed is None:
         return [None] * num_envs
     seeds: list[int | None]
     if (first := as_whole(seed)) is not None:
-        seeds = [first + i for i in range(num_envs)]
+        seeds = [first + i for i in ids.tolist()]
     elif isinstance(seed, (list, tuple, np.ndarray)):
         seeds = [as_whole(one) for one in seed]
         if wrong := [one for one, whole in zip(seed, seeds, strict=True) if whole is None is not one]:

@@ -16,6 +16,7 @@ from muster.backends.serial import SerialBackend
 from muster.backends.thread import ThreadBackend
 from muster.envs.adapt import adapted_recipes
 from muster.errors import ConfigError
+from muster.hosts.env_facts import is_awaited_class
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
 from muster.pool.limits import CLOSE_S, Limits
@@ -23,9 +24,10 @@ from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
 from muster.recipes.named import refuse_while_importing
+from muster.recipes.recipe import Recipe
 from muster.vector.assemble import STRICT, vector_env_of
 from muster.vector.multi_agent import MultiAgentVectorEnv
-from muster.vector.packing import AUTO, Asked, at_most, check_workers, count_processes, one_each
+from muster.vector.packing import AUTO, at_most, check_workers, count_processes, one_each
 from muster.vector.parts import SteppingOptions, equal_spaces
 from muster.vector.vector_env import VectorEnv
 
@@ -47,6 +49,7 @@ def make_vec(
     copy: bool = True,
     one_env_per_process: bool = False,
     caller_steps: bool = False,
+    concurrent: bool = False,
     start_timeout: float = 300.0,
     step_timeout: float | None = None,
     close_timeout: float | None = CLOSE_S,
@@ -90,6 +93,11 @@ def make_vec(
         ``metadata["one_per_process"] = True``.
     caller_steps: the calling process steps some of the envs instead of sleeping, one where each env has a process of
         its own; if one of these crashes, so does it.
+    concurrent: for envs that wait, such as browsers, containers and language models: a worker steps all its envs at the
+        same time, each in a thread of its own, or in the worker's event loop where its ``reset`` and ``step`` are
+        coroutine functions. `num_workers` None then gives one worker per usable core, one in all with threads, and
+        `step_timeout` ends one env alone. Envs of coroutine functions are awaited in any case, and a class of such envs
+        shares one process per core.
     start_timeout, step_timeout: seconds for a worker to build its envs, and for one ``env.step`` or ``env.reset``.
         A call has the second one, too. What counts is the time for which the caller waits: a step that hangs while
         nobody waits is ended one limit after a wait begins. Limits apart, lines of the logger "muster" say after 10 s,
@@ -145,33 +153,38 @@ def make_vec(
     one_of("observation_mode", observation_mode, ("same", "different"))
     one_of("memory_check", memory_check, MEMORY_CHECKS)
     limits = Limits(start_timeout, step_timeout, close_timeout, on_failure, max_restarts)
-    processes = Processes(context, threads_per_worker, worker_env)
-    copy, check_finite = flags(copy=copy, check_finite=check_finite)
+    copy, check_finite, concurrent = flags(copy=copy, check_finite=check_finite, concurrent=concurrent)
+    processes = Processes(context, threads_per_worker, worker_env, concurrent=concurrent)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
+    if concurrent and (caller_steps or one_env_per_process):
+        other = "caller_steps" if caller_steps else "one_env_per_process"
+        raise ConfigError("concurrent", f"left out with {other}: it is for workers with several envs", True)
     num_workers = check_workers("num_workers", num_workers)
     recipes = adapted_recipes(env, num_envs, env_kwargs, wrappers, groups, state)
-    recipes = [replace(recipe, call=_words_of(recipe.call, backend, num_workers, caller_steps)) for recipe in recipes]
+    asked = {"num_workers": num_workers is not None, "caller_steps": caller_steps, "concurrent": concurrent}
+    recipes = [replace(recipe, call=_words_of(recipe.call, backend, asked)) for recipe in recipes]
     cores = usable_cores()
     if backend != "process":
-        asked: dict[str, Any] = {
+        unfit: dict[str, Any] = {
             "one_env_per_process": one_env_per_process,
             "caller_steps": caller_steps,
             "step_timeout": step_timeout,
             "num_workers": AUTO if num_workers == AUTO else None,
             "worker_env": worker_env,
         }
-        if name := next((name for name, value in asked.items() if value not in (None, False)), None):
+        if name := next((name for name, value in unfit.items() if value not in (None, False)), None):
             expected = f"left out with the {backend} backend, which has no worker processes"
-            raise ConfigError(name, expected, asked[name])
+            raise ConfigError(name, expected, unfit[name])
     init = choose_init(worker_init, starts_fresh=backend == "process" and context != "fork")
     processes = replace(processes, init=init)
     if backend == "serial":
         if num_workers is not None:
             raise ConfigError("num_workers", "left out with the serial backend, which has no workers", num_workers)
-        chosen: Backend = SerialBackend(recipes, init=init.function)
+        chosen: Backend = SerialBackend(recipes, init=init.function, concurrent=concurrent)
     elif backend == "thread":
-        threads = num_workers if isinstance(num_workers, int) else min(cores, len(recipes))
-        chosen = ThreadBackend(recipes, at_most(threads, recipes), limits, init.function)
+        usual = 1 if concurrent else min(cores, len(recipes))
+        threads = num_workers if isinstance(num_workers, int) else usual
+        chosen = ThreadBackend(recipes, at_most(threads, recipes), limits, init.function, concurrent=concurrent)
     else:
         if caller_steps:
             _refuse_caller_steps(one_env_per_process, step_timeout, on_failure)
@@ -180,7 +193,7 @@ def make_vec(
         elif isinstance(num_workers, int):
             workers = at_most(num_workers, recipes, caller_steps)
         else:
-            known = all(map(is_known, recipes))
+            known = concurrent or all(map(_may_share, recipes))
             count = count_processes(recipes, num_workers, cores, processes, start_timeout, packs=known)
             workers = count - caller_steps
         chosen = ProcessBackend(
@@ -189,6 +202,10 @@ def make_vec(
     stepping = SteppingOptions(mode, copy, check_finite, limits.restarts, caller_steps)
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=partial(equal_spaces, bounds=False))
     return vector_env_of(chosen, parts, stepping)
+
+
+def _may_share(recipe: Recipe) -> bool:
+    return is_known(recipe) or is_awaited_class(recipe.factory)
 
 
 def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
@@ -200,10 +217,10 @@ def _autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
     return names[mode.lower()]
 
 
-def _words_of(call: UserCall, backend: str, num_workers: Asked, caller_steps: bool) -> UserCall:
+def _words_of(call: UserCall, backend: str, asked: Mapping[str, bool]) -> UserCall:
     """`call`, with its words for a process for each env fitted to its other arguments."""
     one_each = call.one_each if backend == "process" else 'backend="process"'
-    in_the_way = ["num_workers"] * (num_workers is not None) + ["caller_steps"] * caller_steps
+    in_the_way = [name for name, is_asked in asked.items() if is_asked]
     without = f" without {' and '.join(in_the_way)}" if in_the_way else ""
     return replace(call, one_each=one_each + without)
 

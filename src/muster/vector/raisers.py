@@ -18,7 +18,7 @@ def raise_env_error(failures: Sequence[Failure], batch: Batch | None) -> NoRetur
     """Raises the first failure as an EnvError. Its `batch` holds the rows of the envs that did not fail."""
     error = to_one_exception(failures)
     if isinstance(error, (EnvError, CannotTravel)):
-        error.batch = batch
+        error.batch, error.failures = batch, failures
     raise error
 
 

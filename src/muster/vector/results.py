@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +11,10 @@ import numpy.typing as npt
 
 from muster.backends.base import Backend
 from muster.pool.resources import figures
-from muster.transport.infos import Infos
+from muster.pool.watch import seconds
+from muster.spaces.tree import Array
+from muster.transport.infos import InfoReader, Infos, spread
+from muster.transport.slab import Slab
 from muster.view.looks import look_before, look_inside
 from muster.view.verdict import verdict
 
@@ -68,6 +73,9 @@ class Statistics:
             shares = [ticks / max(1, sum(spent)) for ticks in spent]
             own = {"index": host, "envs": [backend.numbers[env] for env in envs]}
             own |= zip(("stepping", "waiting", "copying"), shares, strict=True)
+            if backend.steps_at_once(envs.start):
+                own["in_step"] = state["ticks_of_envs"] / max(1, sum(spent))
+                own |= {"blocked_s": seconds(state["ticks_blocked"]), "left_behind": state["left_behind"]}
             hosts.append(own | {key: state[key] for key in ("env_steps", "resets")} | figures(*process))
             seen.append((envs, state, process[0]))
         before, self._before = self._before, look_inside(seen)
@@ -81,6 +89,22 @@ class Statistics:
         hosts = [slab.host(index) for index in range(slab.plan.num_hosts)]
         restarts = int(slab.records["restarts"].sum())
         return sum(host["env_steps"] for host in hosts), sum(host["resets"] for host in hosts), restarts
+
+
+def add_finals(envs: Any, infos: Infos, ids: Array, objects: Sequence[Any], reader: InfoReader) -> None:
+    """A vector env's method: adds the rows of steps that have ended an episode to the infos of a step of envs `ids`."""
+    slab: Slab = envs._backend.slab
+    for row in np.flatnonzero(slab.records["has_final"][ids]).tolist():
+        env = int(ids[row])
+        ints = (bool(int(slab.records["final_ints"][env]) >> leaf & 1) for leaf in itertools.count())
+        final_obs = slab.plan.obs.single(slab.final_obs, env, objects[row], ints=ints)
+        reader.add_final(infos, final_obs, reader.final(env, objects[row]), row, len(ids))
+
+
+def all_after_reset(envs: Any, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
+    """A vector env's method: all observations and infos after a reset of the envs `ids`, which the infos are of."""
+    infos = {key: spread(column, ids, envs.num_envs) for key, column in infos.items()}
+    return envs._backend.obs_again(np.arange(envs.num_envs), copies=copies), infos
 
 
 def described(envs: Any) -> str:

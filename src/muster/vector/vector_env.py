@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import itertools
 import math
 import time
 import weakref
@@ -23,8 +22,8 @@ from muster.pool.closing import close_abandoned
 from muster.pool.limits import CloseLimits
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
-from muster.transport.infos import InfoReader, Infos, spread
-from muster.vector import checks, results
+from muster.transport.infos import InfoReader, Infos
+from muster.vector import checks, leases, results
 from muster.vector.action_writers import sample_actions
 from muster.vector.parts import Assembled
 from muster.vector.raisers import raise_env_error
@@ -45,7 +44,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
 
     _batch: type[BatchT]
     _methods: Any = None  # `reset` and `call` call the `reset_async` and such of this class; None: the own one
-    __repr__ = results.described
+    __repr__, _add_finals, _all_after_reset = results.described, results.add_finals, results.all_after_reset
 
     def __init__(self, assembled: Assembled) -> None:
         self._backend = backend = assembled.backend
@@ -57,6 +56,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self._recovery, self._statistics = assembled.recovery, results.Statistics(backend)
         self._raise, self._raise_closed = assembled.parts.raiser, assembled.parts.raise_closed
         self._all, self._drops_pending, self._watch_at = np.arange(self.num_envs), False, 0.0
+        self._leases: leases.Leases | None = None
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, close_abandoned, backend.close)
 
     # ---- stepping
@@ -84,12 +84,29 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     ) -> None:
         """Starts `reset`; `reset_wait` or `recv` takes the result."""
         self.require_idle("reset")
-        seeds, ids = checks.seeds_of(seed, self.num_envs), self._all
+        seeds, ids = checks.seeds_of(seed, self._all), self._all
         checks.require_options(options)
         if options is not None and "reset_mask" in options:
             options = dict(options)
             ids = np.flatnonzero(checks.reset_mask_of(options.pop("reset_mask"), self.num_envs))
         self.reset_some(ids, [seeds[i] for i in ids.tolist()], options)
+
+    @verb
+    def send_reset(
+        self,
+        env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """Starts to reset envs `env_ids`, or all, while the others step; `recv` takes the rows.
+
+        seed: env i gets ``seed + i``, or ``env_ids[k]`` the list's k-th. Raises PendingError, UsageError.
+        """
+        if self._caller.calling:
+            self.require_idle("send_reset")
+        ids = self._all if env_ids is None else checks.env_ids_of(env_ids, self.num_envs)
+        checks.require_options(options)
+        self.reset_some(ids, checks.seeds_of(seed, ids), options)
 
     @verb
     def reset_some(self, ids: Array, seeds: Sequence[int | None], options: Any, passes_options: bool = True) -> None:
@@ -149,7 +166,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return self._send(actions, checks.env_ids_of(env_ids, self.num_envs), False, self.copy)
 
     @verb
-    def recv(self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None) -> BatchT:
+    def recv(self, min_envs: int | None = None, timeout: float | None = None, **_how: Any) -> BatchT:
         """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
 
         Raises WaitTimeout after `timeout` seconds, and all stay pending; NotPendingError where fewer than that are.
@@ -165,7 +182,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             self._backend.watch(0.0)
             self._watch_at = now + _WATCH_S
         self._wait(wanted, timeout, "recv")
-        return self._batch._make(self._read(self.copy if _copies is None else _copies, None)[:6])
+        return self._batch._make(self._read(_how.get("_copies", self.copy), _how.get("_reader"))[:6])
 
     @verb
     def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -203,7 +220,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return tuple(results)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """The attribute `name` of every env, looked up through wrappers."""
+        """The attribute of every env, looked up through wrappers."""
         return self.call(name)
 
     @verb
@@ -236,12 +253,12 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def stats(self) -> dict[str, Any]:
         """``env_steps``, ``restarts``, ``processes``, the ``verdict`` since the last call, and a dict for each worker.
 
-        The verdict says what keeps the envs. A worker has its ``index`` and ``envs``, the shares of its time
+        The verdict says what keeps them. A worker has its ``index`` and ``envs``, the shares of its time
         ``stepping``, ``waiting`` and ``copying``, its ``env_steps`` and ``resets``, and of its process the ``pid``,
         ``memory_bytes`` (private, its children's included), ``handles`` (open fds, or ``fds``), ``children`` (theirs
         included), and what was added since its envs were built: ``memory_growth_bytes`` (of memory that belongs to no
         file), ``handles_growth``, ``children_growth``; None where it has ended. Where the caller steps envs, they are
-        its process's, without children's memory.
+        its process's, without children's memory. With `concurrent`: ``in_step``, ``blocked_s``, ``left_behind``.
         """
         self.require_open()
         return self._statistics.now()
@@ -284,6 +301,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         if self._raise_closed is not None:
             self._caller.raise_when_closed(self._raise_closed)
         self._caller.closed = True
+        if self._leases is not None:
+            self._leases.end()
         failures = self._backend.close(limits.hurried(self._caller.hurries))
         self._finalizer.detach()  # last: where a Ctrl-C leaves something open, the finalizer or another call closes it
         if failures:
@@ -438,19 +457,6 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             reader.add(infos, {"restarted": reason}, row, len(ids))
         return ids, obs, rewards, terminated, truncated, infos, unusual
 
-    def _add_finals(self, infos: Infos, ids: Array, objects: Sequence[Any], reader: InfoReader) -> None:
-        final_rows, int_bits = self._backend.slab.final_obs, self._records["final_ints"]
-        for row in np.flatnonzero(self._records["has_final"][ids]).tolist():
-            env = int(ids[row])
-            ints = (bool(int(int_bits[env]) >> leaf & 1) for leaf in itertools.count())
-            final_obs = self._obs.single(final_rows, env, objects[row], ints=ints)
-            reader.add_final(infos, final_obs, reader.final(env, objects[row]), row, len(ids))
-
-    def _all_after_reset(self, ids: Array, infos: Infos, copies: bool) -> tuple[Any, Infos]:
-        """The observations and infos of all envs after a reset of the envs `ids`. infos: those of the latter."""
-        infos = {key: spread(column, ids, self.num_envs) for key, column in infos.items()}
-        return self._backend.obs_again(self._all, copies=copies), infos
-
 
 copyreg.pickle(type(SteppedEnvs.step), lambda step: step.__qualname__)  # by its name, as a function; a copy is itself
 weakref.finalize(SteppedEnvs, end_threads)  # runs after the vector envs' finalizers, which are made later
@@ -472,7 +478,7 @@ class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, an
     array([1, 3])
     """
 
-    _batch = Batch
+    _batch, lease = Batch, leases.lease
 
     def __init__(self, assembled: Assembled) -> None:
         super().__init__(assembled)
@@ -489,12 +495,6 @@ class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, an
         """
         return sample_actions(self, self._backend, self.info_reader.columns)
 
-    @property
-    def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]  # as Gymnasium's own vector envs
-        """Each env's seed."""
-        return self.get_attr("np_random_seed")
-
-    @property  # type: ignore[misc]  # read-only, as Gymnasium's own
-    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # one for each env
-        """Each env's random generator; a copy, where the env lives in another process."""
-        return self.get_attr("np_random")
+    # As Gymnasium's own vector envs have them, for each env; of its generator a copy, where it is in another process.
+    np_random_seed: Any = property(lambda self: self.get_attr("np_random_seed"))
+    np_random: Any = property(lambda self: self.get_attr("np_random"))

@@ -1,0 +1,492 @@
+"""The ways in which a host calls its envs: in turn; or all at the same time, for envs that wait.
+
+At the same time, a loop in the host's thread awaits coroutine envs, and each other env has a thread of its own, for all
+of its code. Rows are written in the loop's thread alone, by the core's halves of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextvars import Context, copy_context
+from functools import partial
+from types import FrameType, coroutine
+from typing import Any, Protocol, TypeVar
+
+from muster._core import Doing, Stepper, ticks
+from muster.errors import StepTimeout, UsageError
+from muster.hosts.env_facts import is_awaited, is_awaited_class
+from muster.pool.thread_pool import CallingThread, Outcome, outcome_of
+from muster.pool.watch import WORDS, About, Activity, Watch, env_lines, seconds
+from muster.recipes.recipe import Recipe
+from muster.worker_info import WorkerInfo, context_of, worker_info_context
+
+T = TypeVar("T")
+Deed = Generator[Any, Any, T]
+"""Something that a host does with its envs, written once for all ways. A coroutine that a Ctrl-C keeps from beginning
+would give a warning."""
+
+_log = logging.getLogger("muster")
+
+_BEAT_S = 0.1
+_CANCEL_S = 1.0  # for a coroutine that is cancelled, until it is left behind
+_SAID_AFTER_S = (1.0, 10.0, 60.0)  # of a loop that does not answer
+_KEPT_S = 0.05  # a turn of the loop that takes longer counts as kept by an env
+_END_S = 1.0
+
+
+class CalledHost(Protocol):
+    """The part of an `EnvHost` that ways need."""
+
+    recipes: list[Recipe]
+    envs: list[Any]
+    numbers: list[int]
+    first_env: int
+    info: WorkerInfo
+    worker_noun: str
+    activity: Activity
+    stepper: Stepper
+
+    def info_of(self, i: int) -> WorkerInfo: ...
+    def rebuilt(self, i: int) -> Deed[BaseException | None]: ...
+
+
+class InTurn:
+    """One env after the other, in the thread that asks.
+
+    is_indirect: whether the core steps what `to_step` returns, instead of the envs.
+    """
+
+    is_indirect = False
+
+    def run(self, deed: Deed[T]) -> T:
+        """The result of a deed, which in turn waits for nothing."""
+        try:
+            while True:
+                deed.send(None)
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
+
+    def begun(self, deeds: Iterable[Deed[T]]) -> Iterable[Any]:
+        """Several of these, to be awaited in their order."""
+        return deeds
+
+    def within(self, host: CalledHost, i: int, doing: int, function: Callable[..., Any], *args: Any) -> Any:
+        """A deed: calls a function of env i's own code where that runs, and awaits the result where it can be."""
+        yield from ()
+        with host.activity.of(doing, host.first_env + i), worker_info_context(host.info_of(i)):
+            return outcome_of(function, *args)
+
+    def to_step(self, host: CalledHost, i: int) -> Any:
+        """The object that the core steps for env i."""
+        return host.envs[i]
+
+    def attach(self, host: CalledHost) -> None:
+        """Prepares for steps."""
+
+    def reset_env(
+        self, host: CalledHost, i: int, seed: Any, options: Any, passes_options: bool
+    ) -> BaseException | None:
+        """Resets env i, or begins to; its row is the answer. Returns the Ctrl-C with which that has ended."""
+        return host.stepper.reset_env(i, seed, options, passes_options)
+
+    def seed_next(self, i: int, seed: int | None) -> None:
+        """Takes the seed for the next reset of an env that was built again, which the core has, too."""
+
+    def restart(self, deed: Deed[None]) -> None:
+        """Carries out a restart, or begins to."""
+        self.run(deed)
+
+    def has_left(self, i: int) -> bool:
+        """True if code of env i was left behind, and nothing may be called before it is built again."""
+        return False
+
+    def stop(self, host: CalledHost) -> Any:
+        """A deed: ends what envs are in, since they are closed next."""
+        yield from ()
+
+    def settle(self, i: int) -> Any:
+        """A deed: waits until env i's thread has ended what it was in."""
+        yield from ()
+
+    def end(self) -> None:
+        """Releases what this way has."""
+
+
+async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    """The same for a call in a loop; a result that can be awaited is."""
+    try:
+        value = function(*args, **kwargs)
+        return (await value if inspect.isawaitable(value) else value), None
+    except BaseException as error:
+        return None, error
+
+
+class _Code:
+    """Code of an env that runs. done: takes its outcome, once; None when nobody waits for that any more.
+
+    stack: where it was when its time had passed.  cancelled_at: when that was, for a coroutine.
+    """
+
+    __slots__ = ("begun_at", "cancelled_at", "doing", "done", "i", "is_left", "since", "stack", "task")
+
+    def __init__(self, i: int, doing: int, done: Callable[[Outcome], None]) -> None:
+        self.i, self.doing, self.is_left = i, doing, False
+        self.done: Callable[[Outcome], None] | None = done
+        self.begun_at, self.since, self.cancelled_at = time.monotonic(), ticks(), 0.0
+        self.task: asyncio.Task[None] | None = None
+        self.stack: list[str] | None = None
+
+
+class Waiting(InTurn):
+    """All envs at the same time: coroutine envs in a loop of this thread, each other env in a thread of its own.
+
+    has_threads: False where the loop calls those others itself, so that they wait for each other.
+    step_timeout: seconds for one call of an env, None without a limit.  start_timeout: for building one again.
+    """
+
+    def __init__(self, step_timeout: float | None, start_timeout: float, *, has_threads: bool) -> None:
+        self._has_threads, self._step_timeout, self._start_timeout = has_threads, step_timeout, start_timeout
+        self._loop, self._base = asyncio.new_event_loop(), copy_context()
+        self._loop.set_task_factory(self._new_task)
+        self._envs_of_tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
+        self._threads: dict[int, CallingThread] = {}
+        self._in_loop: set[int] = set()  # of those that would have a thread, envs that have turned out to need none
+        self._contexts: dict[int, Context] = {}
+        self._codes: dict[int, _Code] = {}  # by env, in the order in which they began
+        self._left: dict[int, UsageError] = {}  # by env, until that is built again
+        self._still_run = 0  # of those that were left behind
+        self._seeds: dict[int, int | None] = {}
+        self._deeds: set[asyncio.Task[None]] = set()
+        self._settled: dict[int, asyncio.Future[Outcome]] = {}
+        self._rung, self._crash = asyncio.Event(), list[BaseException]()
+        self._bell: threading.Thread | None = None
+        self._watch, self._ends, self._asked_at, self._loop_thread = Watch(), False, 0, threading.get_ident()
+
+    # ---- what a host does
+
+    def run(self, deed: Any) -> Any:
+        return self._loop.run_until_complete(deed)
+
+    def begun(self, deeds: Iterable[Deed[T]]) -> Iterable[Any]:
+        return [self._loop.create_task(_task(deed)) for deed in deeds]
+
+    async def within(self, host: CalledHost, i: int, doing: int, function: Callable[..., Any], *args: Any) -> Outcome:
+        answered: asyncio.Future[Outcome] = self._loop.create_future()
+        self._call(host, i, doing, answered.set_result, partial(function, *args))
+        outcome = await answered
+        if doing == Doing.BUILDING and outcome[1] is None:
+            self._left.pop(i, None)
+            if i in self._threads and is_awaited(outcome[0].env):
+                self._in_loop.add(i)
+                self._threads.pop(i).ends()
+        return outcome
+
+    def attach(self, host: CalledHost) -> None:
+        self._bell = threading.Thread(target=self._listen, args=(host,), name="muster-bell", daemon=True)
+        self._bell.start()
+
+    def reset_env(
+        self, host: CalledHost, i: int, seed: Any, options: Any, passes_options: bool
+    ) -> BaseException | None:
+        arguments = {"seed": seed, "options": options} if passes_options else {"seed": seed}
+        if i in self._left:
+            self.restart(self._reset_anew(host, i, arguments))
+        else:
+            self._reset(host, i, None, arguments)
+        return None
+
+    @coroutine
+    def _reset_anew(self, host: CalledHost, i: int, arguments: dict[str, Any]) -> Deed[None]:
+        if (error := (yield from host.rebuilt(i))) is not None:
+            return host.stepper.refuse(i, error)
+        return self._reset(host, i, None, arguments)
+
+    def seed_next(self, i: int, seed: int | None) -> None:
+        self._seeds[i] = seed
+
+    def restart(self, deed: Deed[None]) -> None:
+        task = self._loop.create_task(_task(deed))
+        self._deeds.add(task)
+        task.add_done_callback(self._is_done)
+
+    def _is_done(self, deed: asyncio.Task[None]) -> None:
+        self._deeds.discard(deed)
+        if not deed.cancelled() and (error := deed.exception()) is not None:
+            self._fails(error)
+
+    def has_left(self, i: int) -> bool:
+        return i in self._left
+
+    # ---- steps
+
+    def until_message(self, host: CalledHost) -> None:
+        """Steps the envs that the caller asks for, until the caller has sent a message."""
+        self.run(self._until_message(host))
+
+    async def _until_message(self, host: CalledHost) -> None:
+        while True:
+            self._rung.clear()
+            for i in host.stepper.take_requested():
+                self._step(host, i)
+            await asyncio.sleep(0)  # steps begin before a message, such as that to close
+            if host.stepper.takes_message():
+                return
+            await self._rung.wait()
+            if self._crash:
+                raise self._crash[0]
+
+    def _step(self, host: CalledHost, i: int) -> None:
+        try:
+            arguments = host.stepper.begin_step(i)
+        except BaseException as error:
+            return host.stepper.refuse(i, error)
+        if arguments is None:
+            return self._reset(host, i, None, {})
+        env = host.envs[i]
+        return self._call(host, i, Doing.STEPPING, partial(self._stepped, host, i), lambda: env.step(*arguments))
+
+    def _stepped(self, host: CalledHost, i: int, outcome: Outcome) -> None:
+        result, error = outcome
+        if error is not None:
+            return host.stepper.refuse(i, error)
+        final_objects = host.stepper.finish_step(i, result)
+        return None if final_objects is None else self._reset(host, i, final_objects, {})
+
+    def _reset(self, host: CalledHost, i: int, final_objects: list[Any] | None, arguments: dict[str, Any]) -> None:
+        next_seed, env = self._seeds.pop(i, None), host.envs[i]
+        if next_seed is not None and arguments.get("seed") is None:
+            arguments = {"options": None, **arguments, "seed": next_seed}
+
+        def finish(outcome: Outcome) -> None:
+            result, error = outcome
+            if error is not None:
+                return host.stepper.refuse(i, error)
+            return host.stepper.finish_reset(i, result, final_objects)
+
+        self._call(host, i, Doing.RESETTING, finish, lambda: env.reset(**arguments))
+
+    # ---- the code of envs
+
+    def _call(
+        self, host: CalledHost, i: int, doing: int, done: Callable[[Outcome], None], function: Callable[[], Any]
+    ) -> None:
+        """Begins a call of env i's code; `done` takes the outcome, or that it was left behind."""
+        if i in self._left and doing != Doing.BUILDING:
+            return done((None, self._left[i]))
+        code = self._codes[i] = _Code(i, doing, done)
+        if self._bell is None:
+            host.activity.put(doing, host.first_env + i)
+        else:
+            host.stepper.begins(i, doing)
+        if not self._has_threads or i in self._in_loop or is_awaited_class(host.recipes[i].factory):
+            return self._begin_task(host, code, function)
+        if i not in self._threads:
+            self._threads[i] = CallingThread(f"muster-env-{host.numbers[i]}", host.info_of(i), self._loop)
+        return self._threads[i].call(partial(self._returned, host, code), function)
+
+    def _returned(self, host: CalledHost, code: _Code, outcome: Outcome) -> None:
+        """Takes what an env's thread has returned."""
+        if code.done is not None and outcome[1] is None and inspect.isawaitable(outcome[0]):
+            self._begin_task(host, code, lambda: outcome[0])
+        else:
+            self._end(host, code, outcome)
+
+    def _begin_task(self, host: CalledHost, code: _Code, function: Callable[[], Any]) -> None:
+        if code.i not in self._contexts:
+            self._contexts[code.i] = self._base.run(context_of, host.info_of(code.i))
+        code.task = self._loop.create_task(self._run(host, code, function), context=self._contexts[code.i])
+        self._envs_of_tasks[code.task] = code.i
+
+    async def _run(self, host: CalledHost, code: _Code, function: Callable[[], Any]) -> None:
+        self._end(host, code, await awaited(function))
+
+    def _end(self, host: CalledHost, code: _Code, outcome: Outcome) -> None:
+        self._still_run -= code.is_left
+        done, code.done = code.done, None
+        if done is None:
+            return
+        self._forget(host, code)
+        if code.stack is not None:
+            outcome = None, self._too_late(host, code)
+        try:
+            done(outcome)
+        except BaseException as error:
+            self._fails(error)
+
+    def _forget(self, host: CalledHost, code: _Code) -> None:
+        del self._codes[code.i]
+        if self._bell is None:
+            host.activity.put(Doing.BUILDING)
+        else:
+            host.stepper.ends(code.i)
+
+    def _fails(self, error: BaseException) -> None:
+        """Ends the worker, by what is no env's fault."""
+        self._crash.append(error)
+        self._rung.set()
+
+    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+        """A task that an env's code begins is that env's, too."""
+        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **more)
+        running = asyncio.current_task(loop) if loop.is_running() else None
+        if running is not None and (env := self._envs_of_tasks.get(running)) is not None:
+            self._envs_of_tasks[task] = env
+        return task
+
+    # ---- the watch
+
+    def _listen(self, host: CalledHost) -> None:
+        """Wakes the loop where the caller rings, and now and then, in a thread of its own."""
+        seen, due, said = 0, 0.0, 0
+        while not self._ends:
+            rung = host.stepper.await_ring(seen, int(_BEAT_S * 1e9))
+            if (asked_at := self._asked_at) and self._loop.is_running():
+                said = self._say_kept(host, seconds(ticks() - asked_at), said)
+            try:
+                if rung != seen:
+                    self._loop.call_soon_threadsafe(self._rung.set)
+                if not asked_at and (now := time.monotonic()) >= due:
+                    due, said, self._asked_at = now + _BEAT_S, 0, ticks()
+                    self._loop.call_soon_threadsafe(self._beat, host)
+            except RuntimeError:  # the loop has ended
+                return
+            seen = rung
+
+    def _say_kept(self, host: CalledHost, for_s: float, said: int) -> int:
+        """Says for how long the loop has not answered, if it is time. said: how often that was done."""
+        if said == len(_SAID_AFTER_S) or for_s < _SAID_AFTER_S[said]:
+            return said
+        task = asyncio.current_task(self._loop)
+        i = None if task is None else self._envs_of_tasks.get(task)
+        name = "Code of an env" if i is None else f"env {host.numbers[i]}"
+        frame = sys._current_frames().get(self._loop_thread)
+        where = "\n".join(env_lines(_lines(traceback.walk_stack(frame)))) if frame is not None else ""
+        others = len(host.envs) - 1
+        _log.warning(
+            "%s blocks %d other envs of %s %d for %.1f s: it computes or waits without `await`, in the loop that steps "
+            "them all. Use asyncio.to_thread for what blocks.\nIt is here, most recent call first:\n%s",
+            *(name, others, host.worker_noun, host.info.worker_index, for_s, where),
+        )
+        return said + 1
+
+    def _beat(self, host: CalledHost) -> None:
+        kept, self._asked_at = ticks() - self._asked_at, 0
+        kept = kept if seconds(kept) > _KEPT_S else 0
+        host.stepper.beat(kept, self._still_run)
+        now = time.monotonic()
+        for code in [*self._codes.values()]:
+            code.begun_at += seconds(kept)  # nobody is late because another has kept the loop
+            self._end_late(host, code, now)
+        states = [(code.i, (code.doing, host.numbers[code.i], code.since)) for code in self._codes.values()]
+        self._watch.look(lambda: [one for one in states if one[1][0] != Doing.NOTHING], partial(self._about, host))
+
+    def _about(self, host: CalledHost, i: int, env: int) -> About:
+        name = f"env {env} ({host.worker_noun} {host.info.worker_index})"
+        return name, "", self._stack(self._codes[i])
+
+    def _end_late(self, host: CalledHost, code: _Code, now: float) -> None:
+        limit_s = self._limit_s(code.doing)
+        if code.stack is None:
+            if limit_s is None or now - code.begun_at < limit_s:
+                return
+            code.stack, code.cancelled_at = self._stack(code), now
+            if code.task is not None:
+                code.task.cancel()
+                return
+        elif now - code.cancelled_at < _CANCEL_S:
+            return
+        # It cannot be ended: nobody waits for it any more.
+        error = self._too_late(host, code, is_left=True)
+        self._left[code.i] = UsageError(
+            f"{error.doing} it was left behind ({error.limit}): reset it, and it is built again"
+        )
+        self._still_run += 1
+        host.stepper.beat(0, self._still_run)
+        self._threads.pop(code.i, None)
+        self._contexts.pop(code.i, None)
+        self._forget(host, code)
+        done, code.done, code.is_left = code.done, None, True
+        assert done is not None
+        done((None, error))
+
+    def _limit_s(self, doing: int) -> float | None:
+        if doing == Doing.NOTHING:  # its close, which has limits of its own
+            return None
+        return self._start_timeout if doing == Doing.BUILDING else self._step_timeout
+
+    def _too_late(self, host: CalledHost, code: _Code, *, is_left: bool = False) -> StepTimeout:
+        stack = "\n".join(env_lines(code.stack or []))
+        limit = "start_timeout" if code.doing == Doing.BUILDING else "step_timeout"
+        return StepTimeout(WORDS[code.doing], f"{limit}={self._limit_s(code.doing)}", stack, is_left)
+
+    def _stack(self, code: _Code) -> list[str]:
+        """The stack of an env's code, as faulthandler prints it."""
+        if code.task is None:
+            thread = self._threads.get(code.i)
+            frame = sys._current_frames().get(thread.thread.ident or 0) if thread is not None else None
+            return _lines(traceback.walk_stack(frame)) if frame is not None else []
+        frames = list[tuple[FrameType, int]]()
+        inner: Any = code.task.get_coro()
+        while inner is not None:
+            frame = getattr(inner, "cr_frame", None) or getattr(inner, "gi_frame", None)
+            if frame is not None:
+                frames.append((frame, frame.f_lineno))
+            inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
+        return _lines(reversed(frames))
+
+    # ---- the end
+
+    async def stop(self, host: CalledHost) -> None:
+        tasks = [*self._deeds]
+        for code in [*self._codes.values()]:
+            if code.task is None:
+                settled = self._settled[code.i] = self._loop.create_future()
+                code.done = settled.set_result
+            else:
+                code.done = None
+                self._forget(host, code)
+                tasks.append(code.task)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
+
+    async def settle(self, i: int) -> None:
+        if i in self._settled:
+            await self._settled[i]
+
+    def end(self) -> None:
+        self._ends = True
+        for thread in self._threads.values():
+            thread.ends()
+        ends_at = time.monotonic() + _END_S
+        for one in [*(one.thread for one in self._threads.values()), *([self._bell] if self._bell else [])]:
+            one.join(max(0.0, ends_at - time.monotonic()))
+        close_loop(self._loop)
+
+
+def close_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancels what still runs in a loop, and closes it."""
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_S))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+async def _task(deed: Any) -> Any:
+    return await deed
+
+
+def _lines(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
+    return [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}' for frame, line in frames]
