@@ -174,9 +174,11 @@ class Awaited(gym.Wrapper[Any, Any, Any, Any]):
     """An env with coroutine functions, which waits now and then."""
 
     async def reset(self, **arguments: Any) -> Any:
+        row = self.env.reset(**arguments)
         await asyncio.sleep(0)
-        return self.env.reset(**arguments)
+        return row
 
     async def step(self, action: Any) -> Any:
+        row = self.env.step(action)
         await asyncio.sleep(0)
-        return self.env.step(action)
+        return row

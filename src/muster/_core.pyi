@@ -210,6 +210,7 @@ RECORD_FIELDS: tuple[tuple[str, str, int], ...]  # name, NumPy's format, offset
 RECORD_BYTES: int
 HOST_BYTES: int
 HOST_DOING_AT: int
+HOST_OF_ENVS_AT: int
 CALLER_BYTES: int
 CACHE_LINE: int
 SLICE_NS: int

@@ -142,7 +142,7 @@ def test_open_files_limit_the_workers(only: Only, monkeypatch: pytest.MonkeyPatc
         limits = only("limits")
     assert limits.severity == "warns"
     assert limits.text.startswith(f"{soft} open files (ulimit -n)")
-    assert limits.meaning.startswith("enough for about 5 workers")
+    assert limits.meaning.startswith("enough for about 4 workers")
 
 
 def test_a_worker_takes_what_the_limits_are_divided_by() -> None:

@@ -210,6 +210,7 @@ void bind_numbers(nb::module_& m) {
   m.attr("RECORD_BYTES") = sizeof(EnvRecord);
   m.attr("HOST_BYTES") = sizeof(HostRecord);
   m.attr("HOST_DOING_AT") = offsetof(HostRecord, doing);
+  m.attr("HOST_OF_ENVS_AT") = offsetof(HostRecord, ticks_of_envs);
   m.attr("CALLER_BYTES") = sizeof(CallerRecord);
   m.attr("CACHE_LINE") = kCacheLine;
   m.attr("SLICE_NS") = Caller::kSliceNs;

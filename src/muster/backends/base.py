@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import _thread
-import asyncio
 import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -24,23 +22,19 @@ from muster.errors import StepTimeout, UsageError
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure
-from muster.hosts.questions import EnvQuestion, Pack, shared
+from muster.hosts.questions import EnvQuestion, InTurn, Pack, shared
 from muster.hosts.requests import HostOptions, Restart, WaitBudget
-from muster.hosts.waiting import CalledHost, InTurn, awaited, close_loop
 from muster.introspection import caller_stacklevel
 from muster.pickling import MAKE_VEC, UserCall
 from muster.pool.closing import CloseNotice, CloseProgress, name_envs, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.limits import AT_ONCE, FOR_EVER, CloseLimits
 from muster.pool.resources import Usage, naming_limits
-from muster.pool.thread_pool import Outcome, outcome_of
 from muster.pool.verbs import Whole
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab, SlabPlan
-from muster.worker_info import context_of
 
-_LOOP_END_S = 1.0
 # By the numbers of envs, what they are asked again.
 Questions = Mapping[int, Sequence[EnvQuestion]]
 # Called with a lost worker, its envs and the reason; returns what the new envs are asked first.
@@ -286,61 +280,11 @@ def attach_local_host(backend: Backend, env_host: EnvHost, host: int, mail: Mail
     backend.caller.set_local(env_host.stepper)
 
 
-class InLoop(InTurn):
-    """One coroutine env after the other, in a loop with a thread of its own: the thread that asks may have one."""
+def in_loop() -> InTurn:
+    """The way of a host of the caller's own for coroutine envs."""
+    from muster.hosts.waiting import InLoop  # with asyncio, which takes a while to import
 
-    is_indirect = True
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="muster-loop", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        close_loop(self._loop)
-
-    def within(self, host: CalledHost, i: int, doing: int, function: Callable[..., Any], *args: Any) -> Any:
-        yield from ()
-        with host.activity.of(doing, host.first_env + i):
-            return outcome_of(self.called, host, i, function, *args)
-
-    def called(self, host: CalledHost, i: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of code of env i, which runs in the loop."""
-        context = context_of(host.info_of(i))
-
-        async def call() -> Outcome:
-            return await self._loop.create_task(awaited(function, *args, **kwargs), context=context)
-
-        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
-        try:
-            value, error = future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-        if error is not None:
-            raise error
-        return value
-
-    def to_step(self, host: CalledHost, i: int) -> Any:
-        return _SteppedInLoop(self, host, i)
-
-    def end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_LOOP_END_S)
-
-
-class _SteppedInLoop:
-    """An env's ``step`` and ``reset`` for a stepper, carried out in a loop."""
-
-    def __init__(self, way: InLoop, host: CalledHost, i: int) -> None:
-        self._env, self._called = host.envs[i], functools.partial(way.called, host, i)
-
-    def reset(self, **arguments: Any) -> Any:
-        return self._called(self._env.reset, **arguments)
-
-    def step(self, action: Any) -> Any:
-        return self._called(self._env.step, action)
+    return InLoop()
 
 
 def close_here(env_host: EnvHost, limits: CloseLimits) -> list[Failure]:

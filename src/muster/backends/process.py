@@ -10,10 +10,10 @@ from typing import Any
 
 from muster.backends.base import (
     CallerOptions,
-    InLoop,
     Questions,
     attach_local_host,
     close_here,
+    in_loop,
     raise_local_interrupt,
 )
 from muster.backends.pooled import STUCK_S, PooledBackend
@@ -158,7 +158,7 @@ class ProcessBackend(PooledBackend):
         host, first = self.num_workers, self.first_envs[self.num_workers]
         indices = self._local_indices.take(len(self._recipes) - first)
         info = WorkerInfo(None, host, len(self._recipes), self.num_workers, None, unique_indices=indices)
-        self._local = EnvHost(self._recipes[first:], info, first, awaits=InLoop)
+        self._local = EnvHost(self._recipes[first:], info, first, awaits=in_loop)
         with no_banner_meanwhile():  # none from the workers, so none from here
             failure = self._local.initialise(self._options.processes.init.function) or self._local.build()
         if failure:

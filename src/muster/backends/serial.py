@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from muster.backends.base import Backend, CallerOptions, InLoop, attach_local_host, close_here, make_caller
+from muster.backends.base import Backend, CallerOptions, attach_local_host, close_here, in_loop, make_caller
 from muster.errors import ConfigError
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_host import EnvHost
@@ -53,7 +53,7 @@ class SerialBackend(Backend):
         self.first_envs = (0, len(recipes))
         self._is_callers = info is None  # else a worker's: its caller says what it waits for
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)
-        self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker, activity=activity, awaits=InLoop)
+        self._env_host = EnvHost(recipes, info, 0, worker_noun=nouns.worker, activity=activity, awaits=in_loop)
         self.envs, self.numbers = self._env_host.envs, self._env_host.numbers
         self._mail = LocalMail()
         self._unique_indices = UniqueIndices()

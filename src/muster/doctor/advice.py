@@ -28,6 +28,8 @@ _SHARE_OF_MEMORY = 0.5
 # The caller wakes its workers and they wake it: a round of both takes 0.06 ms. This much work should lie between two.
 _ROUND_WORK_S = 500e-6
 _MOST_ENVS_PER_WORKER = 32
+# An env that waits so much of a step that is so long shares a worker with many, at most so many for each core.
+_WAITS, _LONG_STEP_S, _MOST_WAITING = 0.7, 1e-3, 64
 
 
 # A backend, its number of workers, and the options of `make_vec`.
@@ -91,7 +93,14 @@ def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
             ways.append(("serial", 0, {"backend": "serial"}))
         if not verdict.travels:
             ways.append(("thread", min(cores, count), {"backend": "thread", "num_workers": min(cores, count)}))
-    return [_candidate(verdict, measured, count, context, way) for way in ways]
+    found = [_candidate(verdict, measured, count, context, way) for way in ways]
+    waiting, shares = measured.waiting or 0.0, not (verdict.alone or verdict.of_torchrl or verdict.collides)
+    if context is not None and shares and waiting > _WAITS and (measured.step_mean_s or 0.0) > _LONG_STEP_S:
+        most = min(_MOST_WAITING, round(1 / max(1e-3, 1 - waiting)))
+        many = verdict.num_envs or min(cores * most, _most_envs(cores, measured))
+        way = "process", min(cores, many), {"concurrent": True}
+        found.append(_candidate(verdict, measured, many, context, way))
+    return found
 
 
 def _envs_per_worker(step_s: float | None) -> int:

@@ -34,6 +34,7 @@ class Measurements:
 
     step_p99_s, reset_p99_s: the 99th percentiles.  step_longest_s, reset_longest_s: the longest one.
     episode_rows: mean steps of an episode of the first line that was run, None if none ended.
+    waiting: the share of the time of steps and resets in which neither it nor what it has started computes.
     """
 
     build_s: float | None = None
@@ -50,6 +51,7 @@ class Measurements:
     env_bytes: int | None = None
     worker_bytes: int | None = None
     threads_started: int | None = None
+    waiting: float | None = None
 
     def rows(self) -> list[tuple[str, str]]:
         """The figures in words, as (name, value); those that are None are left out."""
@@ -57,6 +59,7 @@ class Measurements:
             ("build", seconds(self.build_s)),
             ("step", _spread(self.step_median_s, self.step_mean_s, self.step_p99_s, self.step_longest_s)),
             ("reset", _spread(self.reset_median_s, self.reset_mean_s, self.reset_p99_s, self.reset_longest_s)),
+            ("of that it waits", "" if self.waiting is None or self.waiting < 0.1 else f"{self.waiting:.0%}"),
             ("episode", "" if self.episode_rows is None else f"{self.episode_rows:,.0f} steps by random actions"),
             ("observation", size(self.obs_bytes)),
             ("memory of an env", size(self.env_bytes)),

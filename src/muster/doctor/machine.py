@@ -24,9 +24,9 @@ from muster.recipes.recipe import make_recipes
 
 DEV = Path("/dev")
 
-# Open files of the caller: for each worker; and for the slab, the mail, the log records, the launcher, and a start.
+# Open files of the caller: for each worker; and for slab, mail, log records, notices, the launcher, and a start.
 FDS_PER_WORKER = 5
-OTHER_FDS = 7
+OTHER_FDS = 8
 _LITTLE_MEMORY = 500_000_000
 _LITTLE_SHM = 64 << 20  # docker's default
 _TRIAL_S = 30.0

@@ -23,7 +23,7 @@ from muster.envs.player import Player
 from muster.errors import RecipeError
 from muster.hosts.trial import Reporter
 from muster.introspection import find_in
-from muster.pool.resources import own_memory_bytes
+from muster.pool.resources import cpu_s, own_memory_bytes
 from muster.recipes.named import parse_name
 from muster.recipes.recipe import Recipe
 from muster.vector.side_by_side import built
@@ -86,7 +86,9 @@ def behaviour(recipe: Recipe, reporter: Reporter, watch: Callable[[], None] = la
         reporter.result("changes_action", player.changes_action)
         reporter.result("digest_again", player.play(0, rows))
         reporter.result("digest_other", player.play(1, rows))
+        started, spent_s = time.perf_counter(), cpu_s()
         player.play(2, _ROWS_FOR_TAILS, enough_s=_TAILS_S)
+        reporter.result("waiting", max(0.0, 1 - (cpu_s() - spent_s) / (time.perf_counter() - started)))
         # The first step of all may compile, or load, what the others only use.
         for kind, durations_s in (("step", player.steps_s[1:]), ("reset", player.resets_s)):
             reporter.result(f"{kind}_median_s", statistics.median(durations_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,11 @@ class Adapter:
                 f"the factory returned an env of TorchRL, a {type_name(env)}. Many of them are run by "
                 "muster.interop.torchrl.ParallelEnv(num_envs, make_env), with TorchRL's keys; collectors take the "
                 "factory as it is"
+            )
+        if (is_pettingzoo(env) or is_dm_env(env)) and inspect.iscoroutinefunction(env.step):
+            raise RecipeError(
+                f"{type_name(env)} has several agents, or dm_env's API, and its step is a coroutine function: Muster "
+                "awaits envs with Gymnasium's API alone. Make step and reset ordinary methods, and use concurrent=True"
             )
         if is_pettingzoo(env):
             groups = getattr(env, "agent_groups", None) if self.groups is None else self.groups

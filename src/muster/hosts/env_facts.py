@@ -6,6 +6,7 @@ import inspect
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from gymnasium import ActionWrapper, Wrapper, spaces
@@ -14,6 +15,7 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from muster.envs.agents import AgentsEnv
+from muster.envs.attributes import chain
 from muster.envs.layout import AgentLayout
 from muster.errors import OneEnvPerProcess, RecipeError, SpecMismatch
 from muster.hosts.failures import about_gym
@@ -66,12 +68,18 @@ def is_awaited(env: Any) -> bool:
     """True if the env, or its class, has coroutine functions. Raises RecipeError where that is one of two."""
     while isinstance(env, Wrapper) and type(env).step in _PASSES_ON:
         env = env.env
-    if isinstance(env, Wrapper) and type(env).__module__.startswith("gymnasium.") and is_awaited(env.env):
-        hint = "gymnasium.make takes disable_env_checker=True" if isinstance(env, PassiveEnvChecker) else "Leave it out"
-        raise RecipeError(
-            f"the wrapper {type(env).__name__} does not await the coroutine that its env's step returns. {hint}: limit "
-            "episodes in the env itself, by an argument of it, or in a wrapper with `async def step`"
-        )
+    for outer, inner in pairwise(chain(env)):
+        coroutines = inspect.iscoroutinefunction(getattr(inner, "step", None))
+        if coroutines and type(outer).__module__.startswith(("gymnasium.", "torchrl.")):
+            hint = (
+                "gymnasium.make takes disable_env_checker=True"
+                if isinstance(outer, PassiveEnvChecker)
+                else "Leave it out"
+            )
+            raise RecipeError(
+                f"the wrapper {type(outer).__name__} does not await the coroutine that its env's step returns. {hint}: "
+                "limit episodes in the env itself, by an argument of it, or in a wrapper with `async def step`"
+            )
     step, reset = getattr(env, "step", None), getattr(env, "reset", None)
     steps, resets = map(inspect.iscoroutinefunction, (step, reset))
     for name, method in (("step", step), ("reset", reset)):

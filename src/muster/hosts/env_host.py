@@ -15,9 +15,8 @@ from muster.envs.layout import RowNode, layout_difference
 from muster.errors import CannotTravel, MusterError, SpecMismatch, more
 from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, is_awaited, same_facts
 from muster.hosts.failures import AttributesLost, Failure, about_gym, reset_note
-from muster.hosts.questions import EnvQuestion, shared
+from muster.hosts.questions import Deed, EnvQuestion, InTurn, shared
 from muster.hosts.requests import HostOptions, Restart
-from muster.hosts.waiting import Deed, InTurn
 from muster.introspection import type_name
 from muster.pickling import find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init

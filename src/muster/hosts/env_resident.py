@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts, is_awaited_class
 from muster.hosts.env_host import EnvHost
 from muster.hosts.failures import Failure, HostFailed
-from muster.hosts.questions import Again, EnvQuestion, sent
+from muster.hosts.questions import Again, EnvQuestion, InTurn, sent
 from muster.hosts.recipe_plans import RecipeResident
 from muster.hosts.requests import Attach, EnvPlan, Restart
-from muster.hosts.waiting import Waiting
 from muster.pool.worker import Here
 from muster.transport.mail import SharedMail
 from muster.transport.slab import Slab, SlabPlan
@@ -27,7 +25,12 @@ class EnvResident(RecipeResident):
         self._here = here
         self._steps = False
         self._is_new = plan.attach is None
-        waits = partial(Waiting, plan.step_timeout, plan.start_timeout, has_threads=plan.concurrent)
+
+        def waits() -> InTurn:
+            from muster.hosts.waiting import Waiting  # with asyncio, which takes a while to import
+
+            return Waiting(plan.step_timeout, plan.start_timeout, has_threads=plan.concurrent)
+
         at_once = plan.concurrent or any(is_awaited_class(recipe.factory) for recipe in plan.recipes)
         around: dict[str, Any] = {"dumps": here.dumps, "together": plan.together, "activity": here.activity}
         around |= {"way": waits() if at_once else None, "awaits": waits}
@@ -62,9 +65,8 @@ class EnvResident(RecipeResident):
                 super().take(message)
 
     def between(self) -> None:
-        if self._steps:  # both return when a message has come
-            way = self.host.way
-            way.until_message(self.host) if isinstance(way, Waiting) else self.host.stepper.run()
+        if self._steps:
+            self.host.way.until_message(self.host)
 
     def close(self, closes: Callable[[int], None]) -> list[Failure]:
         return self.host.close(closes)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
+from muster._core import Stepper
 from muster.envs.attributes import get_attribute, set_attribute
 from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
@@ -22,8 +23,12 @@ from muster.pickling import UserCall, copied_if_plain, is_plain, named_arguments
 from muster.pickling import dumps as dumps_carefully
 from muster.pickling.travel import Unpickler
 from muster.pool.messages import Message, stays_packed
+from muster.pool.thread_pool import outcome_of
+from muster.pool.watch import Activity
+from muster.recipes.recipe import Recipe
 from muster.spaces.compare import handed_out
 from muster.transport.mail import dumps
+from muster.worker_info import WorkerInfo, worker_info_context
 
 EnvCall = Callable[..., Any]
 """A function in the place of a method's name: called with each env, its number and the arguments."""
@@ -252,6 +257,98 @@ class Kept:
 def shared(value: Any, parts: dict[str, Any]) -> Any:
     """The `Pack` for envs of this process: an object that is no plain data may be meant to be shared, and is."""
     return copied_if_plain(value)
+
+
+# ---- how a host carries out what it does with its envs
+
+
+T = TypeVar("T")
+Deed = Generator[Any, Any, T]
+"""Something that a host does with its envs, written once for all ways. A coroutine that a Ctrl-C keeps from beginning
+would give a warning."""
+
+
+class CalledHost(Protocol):
+    """The part of an `EnvHost` that ways need."""
+
+    recipes: list[Recipe]
+    envs: list[Any]
+    numbers: list[int]
+    first_env: int
+    info: WorkerInfo
+    worker_noun: str
+    activity: Activity
+    stepper: Stepper
+
+    def info_of(self, i: int) -> WorkerInfo: ...
+    def rebuilt(self, i: int) -> Deed[BaseException | None]: ...
+
+
+class InTurn:
+    """One env after the other, in the thread that asks.
+
+    is_indirect: whether the core steps what `to_step` returns, instead of the envs.
+    """
+
+    is_indirect = False
+
+    def run(self, deed: Deed[T]) -> T:
+        """The result of a deed, which in turn waits for nothing."""
+        try:
+            while True:
+                deed.send(None)
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
+
+    def begun(self, deeds: Iterable[Deed[T]]) -> Iterable[Any]:
+        """Several of these, to be awaited in their order."""
+        return deeds
+
+    def within(self, host: CalledHost, i: int, doing: int, function: Callable[..., Any], *args: Any) -> Any:
+        """A deed: calls a function of env i's own code where that runs, and awaits the result where it can be."""
+        yield from ()
+        with host.activity.of(doing, host.first_env + i), worker_info_context(host.info_of(i)):
+            return outcome_of(function, *args)
+
+    def until_message(self, host: CalledHost) -> None:
+        """Steps the envs that the caller asks for, until the caller has sent a message."""
+        host.stepper.run()
+
+    def to_step(self, host: CalledHost, i: int) -> Any:
+        """The object that the core steps for env i."""
+        return host.envs[i]
+
+    def attach(self, host: CalledHost) -> None:
+        """Prepares for steps."""
+
+    def reset_env(
+        self, host: CalledHost, i: int, seed: Any, options: Any, passes_options: bool
+    ) -> BaseException | None:
+        """Resets env i, or begins to; its row is the answer. Returns the Ctrl-C with which that has ended."""
+        return host.stepper.reset_env(i, seed, options, passes_options)
+
+    def seed_next(self, i: int, seed: int | None) -> None:
+        """Takes the seed for the next reset of an env that was built again, which the core has, too."""
+
+    def restart(self, deed: Deed[None]) -> None:
+        """Carries out a restart, or begins to."""
+        self.run(deed)
+
+    def has_left(self, i: int) -> bool:
+        """True if code of env i was left behind, and nothing may be called before it is built again."""
+        return False
+
+    def stop(self, host: CalledHost) -> Any:
+        """A deed: ends what envs are in, since they are closed next."""
+        yield from ()
+
+    def settle(self, i: int) -> Any:
+        """A deed: waits until env i's thread has ended what it was in."""
+        yield from ()
+
+    def end(self) -> None:
+        """Releases what this way has."""
 
 
 # ---- travelling

@@ -9,116 +9,34 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import random
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from contextvars import Context, copy_context
 from functools import partial
 from types import FrameType, coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from muster._core import Doing, Stepper, ticks
+from muster._core import Doing, ticks
 from muster.errors import StepTimeout, UsageError
 from muster.hosts.env_facts import is_awaited, is_awaited_class
+from muster.hosts.questions import CalledHost, Deed, InTurn
 from muster.pool.thread_pool import CallingThread, Outcome, outcome_of
-from muster.pool.watch import WORDS, About, Activity, Watch, env_lines, seconds
-from muster.recipes.recipe import Recipe
-from muster.worker_info import WorkerInfo, context_of, worker_info_context
+from muster.pool.watch import WORDS, About, Watch, env_lines, seconds
+from muster.worker_info import context_of
 
 T = TypeVar("T")
-Deed = Generator[Any, Any, T]
-"""Something that a host does with its envs, written once for all ways. A coroutine that a Ctrl-C keeps from beginning
-would give a warning."""
-
 _log = logging.getLogger("muster")
 
 _BEAT_S = 0.1
 _CANCEL_S = 1.0  # for a coroutine that is cancelled, until it is left behind
 _SAID_AFTER_S = (1.0, 10.0, 60.0)  # of a loop that does not answer
-_KEPT_S = 0.05  # a turn of the loop that takes longer counts as kept by an env
+_KEPT_S = 0.01  # a beat that comes later than this finds a loop that an env keeps
 _END_S = 1.0
-
-
-class CalledHost(Protocol):
-    """The part of an `EnvHost` that ways need."""
-
-    recipes: list[Recipe]
-    envs: list[Any]
-    numbers: list[int]
-    first_env: int
-    info: WorkerInfo
-    worker_noun: str
-    activity: Activity
-    stepper: Stepper
-
-    def info_of(self, i: int) -> WorkerInfo: ...
-    def rebuilt(self, i: int) -> Deed[BaseException | None]: ...
-
-
-class InTurn:
-    """One env after the other, in the thread that asks.
-
-    is_indirect: whether the core steps what `to_step` returns, instead of the envs.
-    """
-
-    is_indirect = False
-
-    def run(self, deed: Deed[T]) -> T:
-        """The result of a deed, which in turn waits for nothing."""
-        try:
-            while True:
-                deed.send(None)
-        except StopIteration as ended:
-            result: T = ended.value
-            return result
-
-    def begun(self, deeds: Iterable[Deed[T]]) -> Iterable[Any]:
-        """Several of these, to be awaited in their order."""
-        return deeds
-
-    def within(self, host: CalledHost, i: int, doing: int, function: Callable[..., Any], *args: Any) -> Any:
-        """A deed: calls a function of env i's own code where that runs, and awaits the result where it can be."""
-        yield from ()
-        with host.activity.of(doing, host.first_env + i), worker_info_context(host.info_of(i)):
-            return outcome_of(function, *args)
-
-    def to_step(self, host: CalledHost, i: int) -> Any:
-        """The object that the core steps for env i."""
-        return host.envs[i]
-
-    def attach(self, host: CalledHost) -> None:
-        """Prepares for steps."""
-
-    def reset_env(
-        self, host: CalledHost, i: int, seed: Any, options: Any, passes_options: bool
-    ) -> BaseException | None:
-        """Resets env i, or begins to; its row is the answer. Returns the Ctrl-C with which that has ended."""
-        return host.stepper.reset_env(i, seed, options, passes_options)
-
-    def seed_next(self, i: int, seed: int | None) -> None:
-        """Takes the seed for the next reset of an env that was built again, which the core has, too."""
-
-    def restart(self, deed: Deed[None]) -> None:
-        """Carries out a restart, or begins to."""
-        self.run(deed)
-
-    def has_left(self, i: int) -> bool:
-        """True if code of env i was left behind, and nothing may be called before it is built again."""
-        return False
-
-    def stop(self, host: CalledHost) -> Any:
-        """A deed: ends what envs are in, since they are closed next."""
-        yield from ()
-
-    def settle(self, i: int) -> Any:
-        """A deed: waits until env i's thread has ended what it was in."""
-        yield from ()
-
-    def end(self) -> None:
-        """Releases what this way has."""
 
 
 async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
@@ -128,6 +46,63 @@ async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Ou
         return (await value if inspect.isawaitable(value) else value), None
     except BaseException as error:
         return None, error
+
+
+class InLoop(InTurn):
+    """One coroutine env after the other, in a loop with a thread of its own: the thread that asks may have one."""
+
+    is_indirect = True
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="muster-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        close_loop(self._loop)
+
+    def within(self, host: CalledHost, i: int, doing: int, function: Callable[..., Any], *args: Any) -> Any:
+        yield from ()
+        with host.activity.of(doing, host.first_env + i):
+            return outcome_of(self.called, host, i, function, *args)
+
+    def called(self, host: CalledHost, i: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of code of env i, which runs in the loop."""
+        context = context_of(host.info_of(i))
+
+        async def call() -> Outcome:
+            return await self._loop.create_task(awaited(function, *args, **kwargs), context=context)
+
+        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        try:
+            value, error = future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+        if error is not None:
+            raise error
+        return value
+
+    def to_step(self, host: CalledHost, i: int) -> Any:
+        return _SteppedInLoop(self, host, i)
+
+    def end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_S)
+
+
+class _SteppedInLoop:
+    """An env's ``step`` and ``reset`` for a stepper, carried out in a loop."""
+
+    def __init__(self, way: InLoop, host: CalledHost, i: int) -> None:
+        self._env, self._called = host.envs[i], partial(way.called, host, i)
+
+    def reset(self, **arguments: Any) -> Any:
+        return self._called(self._env.reset, **arguments)
+
+    def step(self, action: Any) -> Any:
+        return self._called(self._env.step, action)
 
 
 class _Code:
@@ -169,7 +144,8 @@ class Waiting(InTurn):
         self._settled: dict[int, asyncio.Future[Outcome]] = {}
         self._rung, self._crash = asyncio.Event(), list[BaseException]()
         self._bell: threading.Thread | None = None
-        self._watch, self._ends, self._asked_at, self._loop_thread = Watch(), False, 0, threading.get_ident()
+        self._watch, self._ends, self._loop_thread = Watch(), False, threading.get_ident()
+        self._asked_at, self._beat_at = 0, ticks()
 
     # ---- what a host does
 
@@ -229,7 +205,6 @@ class Waiting(InTurn):
     # ---- steps
 
     def until_message(self, host: CalledHost) -> None:
-        """Steps the envs that the caller asks for, until the caller has sent a message."""
         self.run(self._until_message(host))
 
     async def _until_message(self, host: CalledHost) -> None:
@@ -346,16 +321,17 @@ class Waiting(InTurn):
 
     def _listen(self, host: CalledHost) -> None:
         """Wakes the loop where the caller rings, and now and then, in a thread of its own."""
-        seen, due, said = 0, 0.0, 0
+        seen, due, said, beats = 0, 0.0, 0, random.Random(0)  # at odd times: steps may come as regularly as these
         while not self._ends:
-            rung = host.stepper.await_ring(seen, int(_BEAT_S * 1e9))
+            wait_s = _BEAT_S if self._asked_at else min(_BEAT_S, max(0.0, due - time.monotonic()))
+            rung = host.stepper.await_ring(seen, int(1e9 * wait_s))
             if (asked_at := self._asked_at) and self._loop.is_running():
                 said = self._say_kept(host, seconds(ticks() - asked_at), said)
             try:
                 if rung != seen:
                     self._loop.call_soon_threadsafe(self._rung.set)
                 if not asked_at and (now := time.monotonic()) >= due:
-                    due, said, self._asked_at = now + _BEAT_S, 0, ticks()
+                    due, said, self._asked_at = now + beats.uniform(0.5, 1.5) * _BEAT_S, 0, ticks()
                     self._loop.call_soon_threadsafe(self._beat, host)
             except RuntimeError:  # the loop has ended
                 return
@@ -379,12 +355,13 @@ class Waiting(InTurn):
         return said + 1
 
     def _beat(self, host: CalledHost) -> None:
-        kept, self._asked_at = ticks() - self._asked_at, 0
-        kept = kept if seconds(kept) > _KEPT_S else 0
-        host.stepper.beat(kept, self._still_run)
+        at = ticks()
+        (asked_at, before), self._asked_at, self._beat_at = (self._asked_at, self._beat_at), 0, at
+        kept_s = seconds(at - asked_at)
+        host.stepper.beat(at - before if kept_s > _KEPT_S else 0, self._still_run)
         now = time.monotonic()
         for code in [*self._codes.values()]:
-            code.begun_at += seconds(kept)  # nobody is late because another has kept the loop
+            code.begun_at += kept_s  # nobody is late because another has kept the loop
             self._end_late(host, code, now)
         states = [(code.i, (code.doing, host.numbers[code.i], code.since)) for code in self._codes.values()]
         self._watch.look(lambda: [one for one in states if one[1][0] != Doing.NOTHING], partial(self._about, host))

@@ -170,6 +170,12 @@ def _growth(before: int | None, now: int | None) -> int | None:
     return None if before is None or now is None else now - before
 
 
+def cpu_s() -> float:
+    """CPU seconds of this process and of what it has started, so far."""
+    of = [stat_of(pid) for pid in (os.getpid(), *(descendants(os.getpid()) or ()))]
+    return sum(sum(map(int, fields[12:16])) for fields in of if fields) / os.sysconf("SC_CLK_TCK")
+
+
 def descendants(pid: int) -> list[int] | None:
     """The ids of the processes that `pid` has started, and of those that these have; None if the kernel does not say.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import queue
@@ -13,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +29,9 @@ from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
 from muster.pool.watch import Activity
 from muster.pool.worker import Here, Resident, serve
 from muster.worker_info import WorkerInfo, worker_info_context
+
+if TYPE_CHECKING:
+    import asyncio
 
 Outcome = tuple[Any, BaseException | None]
 """The value that a call has returned, and its exception; one of them is None."""

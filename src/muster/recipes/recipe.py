@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import pickle
 import reprlib
@@ -110,7 +111,9 @@ class Recipe:
         except BaseException:
             _live_envs.discard(made)
             with contextlib.suppress(Exception):  # the wrapper's own error is the one to report
-                made.close()
+                closing = made.close()
+                if inspect.iscoroutine(closing):
+                    closing.close()  # nobody awaits it
             raise
         return env
 

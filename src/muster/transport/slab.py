@@ -48,6 +48,7 @@ from muster._core import (
     CALLER_BYTES,
     HOST_BYTES,
     HOST_DOING_AT,
+    HOST_OF_ENVS_AT,
     RECORD_BYTES,
     RECORD_FIELDS,
     InfoRow,
@@ -68,7 +69,7 @@ _SPARE_BLOCKS = 3
 # Where the records of hosts begin: behind the caller's.
 HOSTS_AT = -(-CALLER_BYTES // CACHE_LINE) * CACHE_LINE
 # By which other processes read the records.
-LAYOUT = [HOSTS_AT, HOST_BYTES, HOST_DOING_AT, RECORD_BYTES]
+LAYOUT = [HOSTS_AT, HOST_BYTES, HOST_DOING_AT, HOST_OF_ENVS_AT, RECORD_BYTES]
 
 # The dtype of EnvRecord in _core/records.hpp.
 _NAMES, _FORMATS, _OFFSETS = zip(*RECORD_FIELDS, strict=True)

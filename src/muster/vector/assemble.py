@@ -13,6 +13,7 @@ from muster._core import Autoreset
 from muster.backends.base import Backend, CallerOptions
 from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
+from muster.errors import RecipeError
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.requests import HostOptions, WaitBudget
 from muster.pool.deaths import NOUNS, Nouns
@@ -64,6 +65,11 @@ def assemble(
     """
     facts = backend.start() if facts is None else facts
     try:
+        if parts.lenient and any(one.is_awaited for one in facts):
+            raise RecipeError(
+                f"{backend.user_call.name} steps envs of ordinary methods, as its original does, and this env's are "
+                "coroutine functions: muster.make_vec(env, num_envs) awaits them, many at a time"
+            )
         spaces = parts.spaces(facts)
         obs, actions = parts.trees(facts[0], spaces)
         writer = parts.writer(actions, spaces.action, backend)

@@ -25,12 +25,7 @@ _ROWS = "rows"
 
 
 def lease(envs: Any) -> Lease:
-    """An env for a task of asyncio: ``async with envs.lease() as env``. Waits for a free one; any number at once.
-
-    ``await env.reset(seed=3)`` and ``await env.step(action)`` are the env's own, with its own info. The vector env has
-    ``autoreset_mode="disabled"``, and nobody else steps it meanwhile. What an env raises is raised in its own await;
-    with ``on_failure="restart"`` its episode ends truncated. Raises UsageError, ClosedError.
-    """
+    """As `VectorEnv.lease`."""
     envs.require_open()
     if envs.metadata["autoreset_mode"] is not AutoresetMode.DISABLED:
         raise UsageError('lease() needs autoreset_mode="disabled": each task resets its env itself')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from muster.transport.infos import InfoReader, Infos, spread
 from muster.transport.slab import Slab
 from muster.view.looks import look_before, look_inside
 from muster.view.verdict import verdict
+
+if TYPE_CHECKING:
+    from muster.vector.leases import Lease
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -105,6 +108,18 @@ def all_after_reset(envs: Any, ids: Array, infos: Infos, copies: bool) -> tuple[
     """A vector env's method: all observations and infos after a reset of the envs `ids`, which the infos are of."""
     infos = {key: spread(column, ids, envs.num_envs) for key, column in infos.items()}
     return envs._backend.obs_again(np.arange(envs.num_envs), copies=copies), infos
+
+
+def lease(envs: Any) -> Lease:
+    """An env for a task of asyncio: ``async with envs.lease() as env``. Waits for a free one; any number at once.
+
+    ``await env.reset(seed=3)`` and ``await env.step(action)`` are the env's own, with its own info. The vector env has
+    ``autoreset_mode="disabled"``, and nobody else steps it meanwhile. What an env raises is raised in its own await;
+    with ``on_failure="restart"`` its episode ends truncated. Raises UsageError, ClosedError.
+    """
+    from muster.vector import leases  # with asyncio, which takes a while to import
+
+    return leases.lease(envs)
 
 
 def described(envs: Any) -> str:

@@ -23,7 +23,7 @@ from muster.pool.limits import CloseLimits
 from muster.spaces.compare import handed_out
 from muster.spaces.tree import Array
 from muster.transport.infos import InfoReader, Infos
-from muster.vector import checks, leases, results
+from muster.vector import checks, results
 from muster.vector.action_writers import sample_actions
 from muster.vector.parts import Assembled
 from muster.vector.raisers import raise_env_error
@@ -56,7 +56,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self._recovery, self._statistics = assembled.recovery, results.Statistics(backend)
         self._raise, self._raise_closed = assembled.parts.raiser, assembled.parts.raise_closed
         self._all, self._drops_pending, self._watch_at = np.arange(self.num_envs), False, 0.0
-        self._leases: leases.Leases | None = None
+        self._leases: Any = None
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, close_abandoned, backend.close)
 
     # ---- stepping
@@ -98,7 +98,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Starts to reset envs `env_ids`, or all, while the others step; `recv` takes the rows.
+        """Starts to reset envs `env_ids`, or all, with `options`, while the others step; `recv` takes the rows.
 
         seed: env i gets ``seed + i``, or ``env_ids[k]`` the list's k-th. Raises PendingError, UsageError.
         """
@@ -220,7 +220,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return tuple(results)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """The attribute of every env, looked up through wrappers."""
+        """The attribute `name` of every env, looked up through wrappers."""
         return self.call(name)
 
     @verb
@@ -478,7 +478,7 @@ class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, an
     array([1, 3])
     """
 
-    _batch, lease = Batch, leases.lease
+    _batch, lease = Batch, results.lease
 
     def __init__(self, assembled: Assembled) -> None:
         super().__init__(assembled)
@@ -495,6 +495,5 @@ class VectorEnv(  # type: ignore[misc,override]  # `close` names its options, an
         """
         return sample_actions(self, self._backend, self.info_reader.columns)
 
-    # As Gymnasium's own vector envs have them, for each env; of its generator a copy, where it is in another process.
-    np_random_seed: Any = property(lambda self: self.get_attr("np_random_seed"))
-    np_random: Any = property(lambda self: self.get_attr("np_random"))
+    np_random_seed: Any = property(lambda self: self.get_attr("np_random_seed"), doc="Each env's seed.")
+    np_random: Any = property(lambda self: self.get_attr("np_random"), doc="Each env's random generator, or a copy.")

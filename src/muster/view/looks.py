@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muster._core import HOST_BYTES, HOST_DOING_AT, RECORD_BYTES, Doing
+from muster._core import HOST_BYTES, HOST_DOING_AT, HOST_OF_ENVS_AT, RECORD_BYTES, Doing
 from muster.errors import ConfigError
 from muster.extras import VERSION
 from muster.pool.resources import read_text, stat_of
@@ -27,6 +27,7 @@ from muster.transport.slab import HOSTS_AT, LAYOUT, RECORD
 IN_ENV = Doing.STEPPING, Doing.RESETTING
 PHASES_AT, PHASES = 4096, struct.Struct("<QQ")  # in a training's about file: an index of its phases, and since when
 _HOST = struct.Struct("<II5Q")  # HostRecord in _core/records.hpp, from `doing` on
+_AT_ONCE = struct.Struct("<QQ")  # of it, from `ticks_of_envs` on
 _MEMFD = "/memfd:muster-"
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _MOST_ENVS, _MOST_ABOUT = 1 << 20, 1 << 24
@@ -50,6 +51,8 @@ class HostState(NamedTuple):
     doing, env, since: see `State`.  for_s: seconds for which it is in that.  in_env, copying: ticks so far, without
     the step or reset under way.  restarts: of its envs.  pending: envs that it has been asked to step or reset, and has
     not; both None in collectors, which act by themselves.
+    of_envs, blocked: ticks so far, of a worker that steps all its envs at the same time: the sum over its envs of their
+    time in their own code, and the time for which one has kept the others; 0 in other workers.
     """
 
     number: int
@@ -62,6 +65,8 @@ class HostState(NamedTuple):
     resets: int
     in_env: int
     copying: int
+    of_envs: int = 0
+    blocked: int = 0
     restarts: int | None = None
     pending: int | None = None
 
@@ -154,7 +159,8 @@ class Watched:
             doing, env, since = (said if said[0] != Doing.NOTHING else own)[:3]
             if env != NO_ENV and self.about["own_indices"]:
                 env += firsts[i]
-            found.append(_host(i, range(firsts[i], firsts[i + 1]), (doing, env, since), own[3:], *of_envs[i]))
+            at_once = _AT_ONCE.unpack_from(slab, i * HOST_BYTES + HOST_OF_ENVS_AT) if slab else (0, 0)
+            found.append(_host(i, range(*firsts[i : i + 2]), (doing, env, since), (*own[3:7], *at_once), *of_envs[i]))
         return found
 
     def sample(self) -> None:
@@ -200,23 +206,23 @@ def _host(
     envs: range,
     state: State,
     counts: Sequence[int],
-    restarts: int | None = None,
-    pending: int | None = None,
+    *of_envs: int | None,
 ) -> HostState:
-    env_steps, resets, in_env, copying = counts
-    for_s = max(0.0, seconds_since(state[2]))
-    return HostState(number, envs, *state, for_s, env_steps, resets, in_env, copying, restarts, pending)
+    fields: Any = (*state, max(0.0, seconds_since(state[2])), *counts, *of_envs)
+    return HostState(number, envs, *fields)
 
 
 def stepped_s(old: HostState, new: HostState) -> float:
-    """Seconds in envs between two looks at a host."""
+    """Seconds in envs between two looks at a host; the mean of its envs where it steps them at the same time."""
+    if new.of_envs:
+        return max(0.0, seconds(new.of_envs - old.of_envs)) / max(1, len(new.envs))
     under_way = (host.for_s if host.doing in IN_ENV else 0.0 for host in (new, old))
     return max(0.0, seconds(new.in_env - old.in_env) + next(under_way) - next(under_way))
 
 
 def look_before(num_hosts: int) -> Look:
     """The look before anything was done, of processes that are not known yet."""
-    hosts = [_host(number, range(0), (Doing.NOTHING, NO_ENV, 0), (0,) * 4) for number in range(num_hosts)]
+    hosts = [_host(number, range(0), (Doing.NOTHING, NO_ENV, 0), (0,) * 6) for number in range(num_hosts)]
     return Look(time.monotonic(), hosts, [Process()] * num_hosts, Process(), 0.0, 1)
 
 
@@ -224,7 +230,8 @@ def look_inside(hosts: Iterable[tuple[range, dict[str, int], int | None]]) -> Lo
     """A look of the process that has the vector env. hosts: for each its envs, `Slab.host`, and the process's id."""
     found, processes = [], []
     for number, (envs, state, pid) in enumerate(hosts):
-        counts = [state[key] for key in ("env_steps", "resets", "ticks_in_env", "ticks_copying")]
+        counted = "env_steps", "resets", "ticks_in_env", "ticks_copying", "ticks_of_envs", "ticks_blocked"
+        counts = [state[key] for key in counted]
         found.append(_host(number, envs, (state["doing"], state["env_index"], state["since"]), counts))
         processes.append(process_of(pid))
     return Look(time.monotonic(), found, processes, process_of(os.getpid()), _machine_s(), _cores(0))

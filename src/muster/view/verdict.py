@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from muster._core import Doing
 from muster.pool.watch import seconds
 from muster.view.looks import IN_ENV, Look, Process, short, stepped_s
 
 _MOST = 0.85  # of the clock: the whole of it, as far as anybody would say
+_WAIT = 0.8  # of the envs of a worker that steps them at the same time
 _READY = 0.25  # of the clock: a few workers more than cores on a machine of their own stay below
 _HANGS, _HANGS_S, _SLOW_S = 100, 1.0, 30.0  # times its mean, but at least so long; a reset, and a first step
 _SENTENCES = {
@@ -29,6 +30,10 @@ _SENTENCES = {
     "a step of an env. {waits_not}, or give it fewer envs",
     "envs": "the envs: workers step {stepping:.2f} of the time, {step_ms} ms a step; {steps_per_s} env steps a second "
     "are what {place}",
+    "waits": "the envs wait: of {count} envs of a worker {in_step} are in a step at a time, {step_ms} ms each, and the "
+    "worker uses {cpu:.2f} of a core. More of them in it, by num_envs=",
+    "blocked": "worker {number} ({envs}): code of one env keeps the loop of all for {blocked:.2f} of the time; "
+    "py-spy dump --pid {pid} shows where. Await it, or call it by asyncio.to_thread",
     "long": "the envs: workers step {stepping:.2f} of the time, and no step has ended within {dt} s",
     "caller": "the caller: {wait_ms} of {step_ms} ms a step lie between step and step. overlap=True, num_collectors=, "
     "or a GPU for the policy",
@@ -43,7 +48,14 @@ _SENTENCES = {
     "between": "between the envs and the caller: workers step {stepping:.2f} of the time and wait {waiting:.2f}, "
     "{step_ms} ms a step. overlap=True does both at once",
 }
-_KINDS = {"stopped": "hang", "long": "envs", "learner": "caller", "unseen": "idle"}
+_KINDS = {
+    "waits": "envs",
+    "blocked": "straggler",
+    "stopped": "hang",
+    "long": "envs",
+    "learner": "caller",
+    "unseen": "idle",
+}
 
 
 class Cause(NamedTuple):
@@ -106,13 +118,27 @@ def verdict(before: Look, after: Look) -> Cause:
     if not steps + resets and stepping < 0.01:
         return _cause("unseen" if cpu > 0.05 and not after.is_stepped else "idle", dt=short(dt), cpu=cpu)
     waiting, step_ms = 1.0 - stepping - copying, 1e3 * dt * sum(len(host.envs) for host in after.hosts) / max(1, steps)
-    figures = {"stepping": stepping, "waiting": waiting, "cpu": cpu, "copying": copying, "dt": short(dt)}
+    figures: dict[str, Any] = {
+        "stepping": stepping,
+        "waiting": waiting,
+        "cpu": cpu,
+        "copying": copying,
+        "dt": short(dt),
+    }
     figures |= {f"{name}_ms": of * step_ms for name, of in (("step", 1.0), ("wait", waiting), ("copy", copying))}
     resetting = statistics.fmean(after.resetting or (0.0,))
     slowest = max(range(len(shares)), key=lambda i: shares[i].stepping)
     rest = statistics.median([one.stepping for i, one in enumerate(shares) if i != slowest] or [1.0])
     if ready >= _READY:
         return _machine(before, after, ready)
+    blocked = [seconds(new.blocked - old.blocked) / dt for old, new in zip(before.hosts, after.hosts, strict=False)]
+    if max(blocked) > 1 / 3:
+        host = after.hosts[blocked.index(max(blocked))]
+        figures |= {"number": host.number, "envs": named(host.envs), "pid": after.processes[host.number].pid}
+        return _cause("blocked", **{**figures, "blocked": min(1.0, max(blocked))})
+    if after.hosts[0].of_envs and stepping >= _WAIT and cpu < _MOST and steps:
+        count = statistics.fmean(len(host.envs) for host in after.hosts)
+        return _cause("waits", count=short(count), in_step=short(stepping * count), **figures)
     if resetting > 1 / 3:
         each = f", {short(1e3 * resetting * dt * len(shares) / resets)} ms each" if resets >= len(shares) else ""
         return _cause("resets", resetting=resetting, each=each)
@@ -149,7 +175,7 @@ def _stuck(look: Look) -> Cause | None:
         return None
     longest = max(inside, key=lambda host: host.for_s)
     done = longest.env_steps + longest.resets
-    mean_s = seconds(longest.in_env) / max(1, done)
+    mean_s = seconds(longest.of_envs or longest.in_env) / max(1, done)
     least_s = _HANGS_S if done and longest.doing == Doing.STEPPING else _SLOW_S
     if longest.for_s < max(least_s, _HANGS * mean_s):
         return None
