@@ -18,6 +18,14 @@ ROOT = Path(__file__).parent.parent
     ("example", "printed"),
     [
         ("zeromq.py", ["positions: [-2.0, 0.0, 2.0, 2.0]"]),
+        (
+            "remote_client.py",
+            [
+                "100 steps of 0.1 s in under a second: True",
+                "rewards 0.5, 0.3; messages hello, bye",
+                "over: 1 of 100, in 1 process",
+            ],
+        ),
         ("one_instance_library.py", ["heights: [2.0, 4.0, 6.0]", "processes: 3"]),
         (
             "files_and_locks.py",

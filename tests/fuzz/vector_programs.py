@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from drawn_envs import Planned, draw_agents_plans, draw_plans, where
 from drawn_spaces import batch_of, difference, has_objects, value_of
@@ -24,6 +27,7 @@ from muster.errors import (
     UsageError,
     WaitTimeout,
 )
+from sample_envs import Awaited
 
 MODES = ["next_step", "same_step", "disabled"]
 LONG_S = 60.0  # for waits that end at once where nothing is wrong
@@ -37,6 +41,15 @@ class Tally:
     programs: int = 0
     rows: int = 0
     faults: int = 0
+
+
+class Slow(gym.Wrapper[Any, Any, Any, Any]):
+    """An env that waits now and then."""
+
+    def step(self, action: Any) -> Any:
+        row = self.env.step(action)
+        time.sleep(random.choice([0, 0, 0.002]))
+        return row
 
 
 class Difference(AssertionError):
@@ -58,10 +71,11 @@ def draw_backend(draw: Random, names: list[str], num_envs: int) -> dict[str, Any
     workers = draw.choice([None, None, 1, 2])
     if workers is not None:
         workers = min(workers, num_envs - caller_steps) or None
+    concurrent = not caller_steps and draw.random() < 0.3
     if name == "thread":
-        return {"backend": "thread", "num_workers": workers}
+        return {"backend": "thread", "num_workers": workers, "concurrent": concurrent}
     context = "fork" if name == "fork" else "auto"
-    return {"num_workers": workers, "caller_steps": caller_steps, "context": context}
+    return {"num_workers": workers, "caller_steps": caller_steps, "concurrent": concurrent, "context": context}
 
 
 def run(draw: Random, tally: Tally, backends: list[str], *, agents: bool = False, size: int = 7) -> None:
@@ -74,12 +88,14 @@ def run(draw: Random, tally: Tally, backends: list[str], *, agents: bool = False
     if not options.get("caller_steps") and draw.random() < 0.4:
         options |= {"on_failure": "restart", "max_restarts": 1_000_000}
         if "backend" not in options and draw.random() < 0.6:
-            options["num_workers"], faults["kills"] = None, 0.06
+            options["num_workers"], options["concurrent"], faults["kills"] = None, False, 0.06
     if agents:
         plans: Any = draw_agents_plans(draw, num_envs, **faults)
         options["state"] = draw.random() < 0.5
     else:
         plans = draw_plans(draw, num_envs, size=size, **faults)
+        if options.get("backend") != "serial" and not faults.get("kills") and draw.random() < 0.3:
+            options["wrappers"] = [draw.choice([Awaited, Slow])]
     model = Model(plans, mode, restarts="on_failure" in options, state=options.get("state", False))
     with muster.make_vec([plan.env for plan in plans], **options) as envs:
         _Program(draw, envs, model, tally, faultless=not faults).run(draw.choice([3, 10, 10, 25, 60]))

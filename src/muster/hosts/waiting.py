@@ -27,7 +27,7 @@ from muster.hosts.env_facts import is_awaited, is_awaited_class
 from muster.hosts.questions import CalledHost, Deed, InTurn
 from muster.pool.thread_pool import CallingThread, Outcome, outcome_of
 from muster.pool.watch import WORDS, About, Watch, env_lines, seconds
-from muster.worker_info import context_of
+from muster.worker_info import WorkerInfo, context_of
 
 T = TypeVar("T")
 _log = logging.getLogger("muster")
@@ -63,13 +63,14 @@ class InLoop(InTurn):
         close_loop(self._loop)
 
     def within(self, host: CalledHost, i: int, doing: int, function: Callable[..., Any], *args: Any) -> Any:
-        yield from ()
+        if i >= len(host.envs) or not is_awaited(host.envs[i]):
+            return (yield from super().within(host, i, doing, function, *args))
         with host.activity.of(doing, host.first_env + i):
-            return outcome_of(self.called, host, i, function, *args)
+            return outcome_of(self.called, host.info_of(i), function, *args)
 
-    def called(self, host: CalledHost, i: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of code of env i, which runs in the loop."""
-        context = context_of(host.info_of(i))
+    def called(self, info: WorkerInfo, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of an env's code, which runs in the loop. info: the env's."""
+        context = context_of(info)
 
         async def call() -> Outcome:
             return await self._loop.create_task(awaited(function, *args, **kwargs), context=context)
@@ -85,24 +86,25 @@ class InLoop(InTurn):
         return value
 
     def to_step(self, host: CalledHost, i: int) -> Any:
-        return _SteppedInLoop(self, host, i)
+        env = host.envs[i]
+        return Awaited(env, partial(self.called, host.info_of(i))) if is_awaited(env) else env
 
     def end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_END_S)
 
 
-class _SteppedInLoop:
-    """An env's ``step`` and ``reset`` for a stepper, carried out in a loop."""
+class Awaited:
+    """A coroutine env with ordinary methods. called: carries out the env's own."""
 
-    def __init__(self, way: InLoop, host: CalledHost, i: int) -> None:
-        self._env, self._called = host.envs[i], partial(way.called, host, i)
+    api_name = "coroutines"
 
-    def reset(self, **arguments: Any) -> Any:
-        return self._called(self._env.reset, **arguments)
+    def __init__(self, env: Any, called: Callable[..., Any]) -> None:
+        self._env, self._called = env, called
 
-    def step(self, action: Any) -> Any:
-        return self._called(self._env.step, action)
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._env, name)
+        return partial(self._called, value) if callable(value) else value
 
 
 class _Code:
@@ -150,7 +152,13 @@ class Waiting(InTurn):
     # ---- what a host does
 
     def run(self, deed: Any) -> Any:
-        return self._loop.run_until_complete(deed)
+        task = self._loop.create_task(_task(deed))
+        while True:
+            try:
+                return self._loop.run_until_complete(task)
+            except RuntimeError:  # an env has stopped the loop, which is not its own
+                if task.done() or self._loop.is_closed():
+                    raise
 
     def begun(self, deeds: Iterable[Deed[T]]) -> Iterable[Any]:
         return [self._loop.create_task(_task(deed)) for deed in deeds]

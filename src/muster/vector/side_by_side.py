@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -161,37 +160,17 @@ def built(recipe: Recipe, which: int = 0) -> Iterator[Any]:
     """An env of `recipe`, closed at the end of the context. which: of those that a trial may run at once."""
     indices = UniqueIndices()
     own = indices.take(which + 1)[-1:]  # alone the same as together with others
-    with worker_info_context(WorkerInfo(recipe.env_index, 0, 1, 1, seed=0, unique_indices=own)):
+    info = WorkerInfo(recipe.env_index, 0, 1, 1, seed=0, unique_indices=own)
+    with worker_info_context(info), contextlib.ExitStack() as ends:
         made = recipe.build()
-        env = _Awaiting(made.env) if is_awaited(made.env) else made.env
+        env: Any = made.env
+        if is_awaited(env):
+            from muster.hosts.waiting import Awaited, InLoop  # with asyncio, which takes a while to import
+
+            loop = InLoop()
+            ends.callback(loop.end)
+            env = Awaited(env, functools.partial(loop.called, info))
         yield env
         env.close()
         made.release(2.0)
     indices.release()
-
-
-class _Awaiting:
-    """An env with coroutine functions, each awaited when it is called."""
-
-    api_name = "coroutines"
-
-    def __init__(self, env: Any) -> None:
-        import asyncio  # takes a while
-
-        from muster.hosts.waiting import close_loop
-
-        self._env, self._loop, self._close = env, asyncio.new_event_loop(), close_loop
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._env, name)
-        return functools.partial(self._call, value) if inspect.iscoroutinefunction(value) else value
-
-    def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._loop.run_until_complete(method(*args, **kwargs))
-
-    def close(self) -> None:
-        """Closes the env, then the loop."""
-        result = self._env.close()
-        if inspect.isawaitable(result):
-            self._loop.run_until_complete(result)
-        self._close(self._loop)
