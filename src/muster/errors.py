@@ -62,9 +62,12 @@ class MusterError(Exception):
     """The root of Muster's exceptions.
 
     page: the page of ``docs/`` that says more, also a folder of the installed package; empty where none does.
+    batch, failures: where envs have failed, a `Batch` of those that have not, or None, and reports of those that have.
     """
 
     page = ""
+    batch: Any = None
+    failures: Any = ()
 
     def __str__(self) -> str:
         return super().__str__() + more(self.page)
@@ -85,9 +88,6 @@ class CannotTravel(MusterError, TypeError):
     batch: as in EnvError, where an env returned the object in a step.
     """
 
-    batch: Any = None
-    failures: Any = ()
-
     def __init__(self, message: str, page: str = "problems/files-and-locks") -> None:
         super().__init__(message)
         self.page = page
@@ -103,9 +103,6 @@ class EnvError(MusterError, RuntimeError):
     original_type: qualified name of the original exception's class.  worker_traceback: the traceback as the worker
     printed it.  batch: a `Batch` of the envs that did not fail in the same call, or None.  failures: of those that did.
     """
-
-    batch: Any = None
-    failures: Any = ()
 
     def __init__(
         self,

@@ -118,6 +118,16 @@ def test_some_envs_are_reset_while_others_step(leaves_nothing: None) -> None:
         assert envs.recv().obs[:, 2].tolist() == [np.random.default_rng(seed).random() for seed in (2, 1)]
 
 
+@pytest.mark.parametrize("options", [{"backend": "serial"}, {"num_workers": 1}], ids=["serial", "worker"])
+def test_a_refused_reset_leaves_what_is_pending(options: dict[str, Any], leaves_nothing: None) -> None:
+    with muster.make_vec(Coroutines, 3, autoreset_mode="disabled", **options) as envs:
+        envs.reset(seed=0)
+        envs.send([0, 0], env_ids=[0, 1])
+        with pytest.raises(muster.errors.PendingError, match="env 1"):
+            envs.send_reset([1, 2])
+        assert envs.recv().rewards.tolist() == [1.0, 1.0]
+
+
 class NoReset(Coroutines):
     def reset(self, **arguments: Any) -> Any:  # type: ignore[override]
         return self._reset(None)

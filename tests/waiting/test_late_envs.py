@@ -10,7 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting_envs import BLOCK, CANCEL, EXIT, HANG, RAISE, SWALLOW, Bound, Coroutines
+from waiting_envs import (
+    BLOCK,
+    CANCEL,
+    EXIT,
+    EXIT_IN_TASK,
+    HANG,
+    LONG_DELAY,
+    RAISE,
+    STOP_LOOP,
+    SWALLOW,
+    Bound,
+    Coroutines,
+    SlowToClose,
+)
 
 import muster
 from muster.errors import EnvError, StepTimeout, WorkerError, WorkerTimeout
@@ -90,16 +103,47 @@ def test_a_worker_with_many_left_behind_is_replaced(on_failure: str, leaves_noth
         assert [one["left_behind"] for one in envs.stats()["workers"]] == [0, 0]
 
 
-@pytest.mark.parametrize("action", [RAISE, EXIT, CANCEL])
-def test_exceptions_of_a_coroutine_are_that_envs(action: int, leaves_nothing: None) -> None:
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"backend": "serial"}], ids=["worker", "serial"])
+@pytest.mark.parametrize("action", [RAISE, EXIT, CANCEL, EXIT_IN_TASK])
+def test_exceptions_of_a_coroutine_are_that_envs(action: int, options: dict[str, Any], leaves_nothing: None) -> None:
     names = {RAISE: "ValueError: refused", EXIT: "SystemExit: 3", CANCEL: "CancelledError: its own"}
-    with muster.make_vec(Coroutines, 3, num_workers=1) as envs:
+    names[EXIT_IN_TASK] = "SystemExit: 4"
+    with muster.make_vec(Coroutines, 3, **options) as envs:
         envs.reset(seed=0)
         with pytest.raises(EnvError, match=names[action]) as failed:
             envs.step(actions(3, e2=action))
         assert failed.value.env_index == 2
         assert failed.value.batch.env_ids.tolist() == [0, 1]
         assert envs.step(actions(3))[1].tolist() == [2.0, 2.0, 1.0]
+        assert envs.step(actions(3, e1=STOP_LOOP))[1].tolist() == [3.0, 3.0, 2.0]  # the loop is not the env's
+
+
+def test_a_close_that_hangs_keeps_no_restart(leaves_nothing: None) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "concurrent": True, "step_timeout": 0.5, "on_failure": "restart"}
+    with muster.make_vec(SlowToClose, 2, **options) as envs:
+        envs.reset(seed=0)
+        assert envs.step(actions(2, e1=RAISE))[3].tolist() == [False, True]
+        envs.step(actions(2))
+        envs.close(terminate=True)
+
+
+@pytest.mark.filterwarnings("ignore:env 1:RuntimeWarning")
+def test_what_was_set_is_set_again_in_an_env_that_was_left_behind(leaves_nothing: None) -> None:
+    with muster.make_vec(Bound, 2, num_workers=1, concurrent=True, step_timeout=0.3) as envs:
+        envs.reset(seed=0)
+        envs.set_attr("length", 3)
+        pid = envs.stats()["workers"][0]["pid"]
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+        with pytest.raises(EnvError, match="StepTimeout"):
+            envs.step(actions(2, e1=LONG_DELAY))
+        with pytest.raises(EnvError, match="left behind"):
+            envs.step(actions(2))
+        envs.reset()
+        assert envs.call("length") == (3, 3)
+        deadline = time.monotonic() + 5
+        while len(os.listdir(f"/proc/{pid}/task")) > threads or envs.stats()["workers"][0]["left_behind"]:
+            assert time.monotonic() < deadline  # once it ends, its thread does
+            time.sleep(0.05)
 
 
 def test_restarts_are_counted_for_each_env(leaves_nothing: None) -> None:

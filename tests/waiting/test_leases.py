@@ -17,7 +17,7 @@ import pytest
 from waiting_envs import DELAY, HANG, RAISE, Bound, Coroutines
 
 import muster
-from muster.errors import ClosedError, EnvError, MusterError, UsageError, WaitTimeout
+from muster.errors import ClosedError, EnvError, MusterError, PendingError, UsageError, WaitTimeout
 from processes import kill_worker
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -115,6 +115,39 @@ def test_failures_time_limits_and_cancellation(leaves_nothing: None) -> None:
 
     with muster.make_vec(Coroutines, 2, num_workers=1, **DISABLED) as envs:
         asyncio.run(run(envs))
+
+
+def test_what_was_cancelled_or_late_reaches_nobody_else(leaves_nothing: None) -> None:
+    async def cancelled(envs: Any) -> None:
+        async with envs.lease() as env:
+            await env.reset(seed=0)
+            await env.step(DELAY)
+
+    async def run(envs: Any) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(cancelled(envs), 0.1)
+        async with envs.lease() as env:  # the other env, at once
+            await env.reset(seed=1)
+            with pytest.raises(WaitTimeout):
+                await env.step(DELAY, timeout=0.05)
+            obs, _ = await env.reset(seed=7)  # not the step's row
+            assert obs[1:].tolist() == [0, np.random.default_rng(7).random()]
+            waits = asyncio.ensure_future(env.step(DELAY))
+            await asyncio.sleep(0.05)
+            waits.cancel()
+            steps = await asyncio.gather(env.step(0), env.step(0), return_exceptions=True)
+            assert [type(one) for one in steps] == [tuple, PendingError]
+            assert steps[0][1] == 2.0
+        lease = envs.lease()
+        async with lease:
+            with pytest.raises(UsageError, match="in use"):
+                await lease.__aenter__()
+
+    with muster.make_vec(Coroutines, 2, num_workers=1, **DISABLED) as envs:
+        asyncio.run(run(envs))
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(cancelled(envs), 0.1))
+        asyncio.run(run(envs))  # in another loop, though an env owes an answer to the one before
 
 
 def test_a_restart_ends_the_episode_truncated(leaves_nothing: None) -> None:

@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 import muster
 
-STEP, RAISE, HANG, SWALLOW, BLOCK, DELAY, EXIT, CANCEL = range(8)
+STEP, RAISE, HANG, SWALLOW, BLOCK, DELAY, EXIT, CANCEL, EXIT_IN_TASK, STOP_LOOP, LONG_DELAY = range(11)
 Row = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
@@ -24,7 +24,7 @@ class Base:
     metadata: ClassVar[dict[str, Any]] = {}
     render_mode = None
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
-    action_space = spaces.Discrete(8)
+    action_space = spaces.Discrete(11)
 
     def __init__(self, wait_s: float = 0.0, length: int = 1000) -> None:
         self.wait_s, self.length, self.episode, self.t = wait_s, length, 0, 0
@@ -75,6 +75,10 @@ class Coroutines(Base):
                 raise SystemExit(3)
             case 7:
                 raise asyncio.CancelledError("its own")
+            case 8:
+                await asyncio.gather(self.exits())
+            case 9:
+                asyncio.get_running_loop().stop()
         # In a task of its own, as wait_for makes one.
         await asyncio.wait_for(asyncio.create_task(self.waits(wait_s)), 60)
         return self._step()
@@ -82,6 +86,9 @@ class Coroutines(Base):
     async def waits(self, wait_s: float) -> int:
         await asyncio.sleep(wait_s)
         return here()
+
+    async def exits(self) -> None:
+        raise SystemExit(4)
 
     async def asked(self, value: int) -> tuple[int, int]:
         return value, await self.waits(0.01)
@@ -110,7 +117,7 @@ class Bound(Base):
         self.database.execute("insert into steps values (?)", (self.t,))
         if int(action) == RAISE:
             raise ValueError("refused")
-        time.sleep(60 if int(action) == HANG else 0.3 if int(action) == DELAY else self.wait_s)
+        time.sleep({HANG: 60, DELAY: 0.3, LONG_DELAY: 1.5}.get(int(action), self.wait_s))
         return self._step()
 
     def asked(self, value: int) -> tuple[int, int]:
@@ -124,3 +131,10 @@ class Bound(Base):
     def close(self) -> None:
         self.require_thread()
         self.database.close()
+
+
+class SlowToClose(Bound):
+    """Its close hangs."""
+
+    def close(self) -> None:
+        time.sleep(60)

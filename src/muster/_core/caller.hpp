@@ -164,7 +164,6 @@ class Caller {
   void request_resets(PyObject* env_ids) {
     require_open();
     const auto [ids, count] = ids_of(env_ids);
-    for (size_t k = 0; k < count; ++k) require_answered(uint32_t(ids[k]));
     interrupted = hurries = false;
     bring_home();
     slab_.caller->awaits_all.store(0, std::memory_order_relaxed);
@@ -172,6 +171,12 @@ class Caller {
       request(uint32_t(ids[k]), Command::kReset);
       started_[ids[k]] = 1;
     }
+  }
+
+  // Raises where an env still owes an answer.
+  void require_answered(uint32_t env) const {
+    if (!pending_.at(env)) return;
+    raise("PendingError", "env " + std::to_string(env) + " still owes an answer to an earlier call; take it with recv()");
   }
 
   void announce_message(uint32_t host) {
@@ -316,11 +321,6 @@ class Caller {
     if (all_started_) return;
     for (uint32_t i = 0; i < slab_.num_envs; ++i) require_ready(i);
     all_started_ = !must_reset_;
-  }
-
-  void require_answered(uint32_t env) const {
-    if (!pending_[env]) return;
-    raise("PendingError", "env " + std::to_string(env) + " still owes an answer to an earlier call; take it with recv()");
   }
 
   void require_ready(uint32_t env) const {

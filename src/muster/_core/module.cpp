@@ -291,6 +291,7 @@ void bind_stepper(nb::module_& m) {
       .def("finish_reset", &Stepper::finish_reset, nb::arg(), "result"_a.none(), "final_objects"_a.none())
       .def("begins", [](Stepper& self, uint32_t i, uint32_t doing) { self.begins(i, Doing(doing)); })
       .def("ends", &Stepper::ends)
+      .def("blames", &Stepper::blames)
       .def("beat", &Stepper::beat, "blocked"_a, "left_behind"_a)
       .def("describe_schemas", &Stepper::describe_schemas);
 }
@@ -313,6 +314,7 @@ void bind_caller(nb::module_& m) {
       .def("write", &Caller::write, "actions"_a.none(), "env_ids"_a.none())
       .def("send", &Caller::send, "env_ids"_a.none(), "objects"_a, "as_whole"_a, "copies"_a)
       .def("request_resets", &Caller::request_resets)
+      .def("require_answered", &Caller::require_answered)
       .def("announce_message", &Caller::announce_message)
       .def("notify", &Caller::notify)
       .def("wait", &Caller::wait, "min_envs"_a, "slice_ns"_a)

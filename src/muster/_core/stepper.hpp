@@ -213,6 +213,9 @@ class Stepper {
     own_.begin(overlap_[first].doing, first_env_ + first, overlap_[first].since);
   }
 
+  // Says that the host is in env i, which keeps the others.
+  void blames(uint32_t i) { own_.begin(overlap_[i].doing, first_env_ + i, overlap_[i].since); }
+
   // Notes a turn of the loop that steps the envs. blocked: ticks for which one of them has kept it.
   void beat(uint64_t blocked, uint32_t left_behind) {
     spend();

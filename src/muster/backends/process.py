@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from muster._core import Doing
 from muster.backends.base import (
     CallerOptions,
     Questions,
@@ -257,6 +258,8 @@ class ProcessBackend(PooledBackend):
     def _watch_loop(self, host: int, limit_s: float, ready_at: float, state: Mapping[str, Any]) -> None:
         """Looks at a worker that ends late envs itself, while its loop goes on."""
         words = f"{self.nouns.step_timeout}={limit_s}"
+        if state["doing"] == Doing.BUILDING:
+            limit_s = max(limit_s, self._limits.start_timeout)
         if state["left_behind"] >= _MOST_LEFT:
             self.pool.lose(host, f"{words}, and code of {state['left_behind']} envs could not be ended", limit_s)
         elif self._seen.get(host, (None, 0.0))[0] != state["beats"]:

@@ -96,7 +96,7 @@ def candidates(verdict: Verdict, measured: Measurements) -> list[Candidate]:
     found = [_candidate(verdict, measured, count, context, way) for way in ways]
     waiting, shares = measured.waiting or 0.0, not (verdict.alone or verdict.of_torchrl or verdict.collides)
     if context is not None and shares and waiting > _WAITS and (measured.step_mean_s or 0.0) > _LONG_STEP_S:
-        most = min(_MOST_WAITING, round(1 / max(1e-3, 1 - waiting)))
+        most = min(_MOST_WAITING, 1 << int(1 / max(1e-3, 1 - waiting)).bit_length() - 1)
         many = verdict.num_envs or min(cores * most, _most_envs(cores, measured))
         way = "process", min(cores, many), {"concurrent": True}
         found.append(_candidate(verdict, measured, many, context, way))

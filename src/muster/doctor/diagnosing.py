@@ -211,7 +211,8 @@ def _try_in_one_process(
     packed = pack_for_trials([verdict.fix.apply(one)[0] for one in pair], "spawn")
     side_by_side = try_side_by_side(replace(subject.trials, recipes=packed), behaviour.results["rows"])
     if not (verdict.collides and side_by_side.disturbed):
-        found.append(findings.about_pair(side_by_side, behaviour.results.get("step_median_s")))
+        waits = behaviour.results.get("waiting", 0.0) > 0.5
+        found.append(findings.about_pair(side_by_side, None if waits else behaviour.results.get("step_median_s")))
     verdict.alone = verdict.alone or side_by_side.disturbed is not None
     verdict.packs = not verdict.alone and side_by_side.unknown is None
     return side_by_side.together

@@ -59,7 +59,7 @@ class Measurements:
             ("build", seconds(self.build_s)),
             ("step", _spread(self.step_median_s, self.step_mean_s, self.step_p99_s, self.step_longest_s)),
             ("reset", _spread(self.reset_median_s, self.reset_mean_s, self.reset_p99_s, self.reset_longest_s)),
-            ("of that it waits", "" if self.waiting is None or self.waiting < 0.1 else f"{self.waiting:.0%}"),
+            ("it waits", "" if self.waiting is None or self.waiting < 0.1 else f"{self.waiting:.0%} of that time"),
             ("episode", "" if self.episode_rows is None else f"{self.episode_rows:,.0f} steps by random actions"),
             ("observation", size(self.obs_bytes)),
             ("memory of an env", size(self.env_bytes)),

@@ -309,13 +309,8 @@ class EnvHost:
         if not restart.rebuilds and restart.seed is not None:  # in a new process
             self.seed_globals([restart.seed])
         if restart.rebuilds:
-            error = yield from self.rebuilt(i)
-            try:
-                if error is None:
-                    yield from self._again({self.numbers[i]: restart.again})
-            except BaseException as raised:
-                error = raised
-            if error is not None:
+            again = dict(enumerate(restart.again))
+            if (error := (yield from self.rebuilt(i, again))) is not None:
                 return self.stepper.refuse(i, error)
         if (refusal := self._misfits[i] or self._unset.pop(i, None)) is not None:
             return self.stepper.refuse(i, refusal)
@@ -328,16 +323,21 @@ class EnvHost:
         return None
 
     @coroutine
-    def rebuilt(self, i: int) -> Deed[BaseException | None]:
-        """Closes env i and builds it again; returns what has prevented that."""
-        error = yield from self._close_one(i, self._built[i])
+    def rebuilt(self, i: int, again: Mapping[Any, EnvQuestion]) -> Deed[BaseException | None]:
+        """Closes env i, builds it anew and asks it `again`; returns what has prevented that."""
+        error = yield from self._close_one(i, self._built[i], Doing.TALKING)
         if isinstance(error, KeyboardInterrupt):
             return error
         built, error = yield from self._build_one(i)
-        if error is None:
-            self._built[i], self.envs[i] = built, built.env
-            self._misfits[i] = self._misfit(i, built.env)
-        return error
+        if error is not None:
+            return error
+        self._built[i], self.envs[i] = built, built.env
+        self._misfits[i] = self._misfit(i, built.env)
+        try:
+            yield from self._again({self.numbers[i]: [*again.values()]})
+        except BaseException as raised:
+            return raised
+        return self._misfits[i]
 
     def again(self, questions: Mapping[int, Sequence[EnvQuestion]]) -> None:
         """Asks new envs again, by number. Where one refuses, that is the answer to its next request."""
@@ -372,7 +372,7 @@ class EnvHost:
         all_built, self._built = self._built, []
         errors: list[BaseException | None] = []
         yield from self.way.stop(self)
-        closing = iter(self.way.begun(self._close_one(i, built) for i, built in enumerate(all_built)))
+        closing = iter(self.way.begun(self._close_one(i, built, Doing.NOTHING) for i, built in enumerate(all_built)))
         try:
             for i in range(len(all_built)):
                 if on_closing is not None:
@@ -392,14 +392,14 @@ class EnvHost:
         return failures
 
     @coroutine
-    def _close_one(self, i: int, built: BuiltEnv) -> Deed[BaseException | None]:
+    def _close_one(self, i: int, built: BuiltEnv, doing: int) -> Deed[BaseException | None]:
         def close() -> Any:
             return built.env.close()
 
         yield from self.way.settle(i)
         error: BaseException | None = None
         if not self.way.has_left(i):
-            _, error = yield from self.way.within(self, i, Doing.NOTHING, close)
+            _, error = yield from self.way.within(self, i, doing, close)
         with worker_info_context(self.info_of(i)):
             built.release(_RELEASE_TIMEOUT_S)
         return error

@@ -7,6 +7,8 @@ of its code. Rows are written in the loop's thread alone, by the core's halves o
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import inspect
 import logging
 import random
@@ -24,9 +26,9 @@ from typing import Any, TypeVar
 from muster._core import Doing, ticks
 from muster.errors import StepTimeout, UsageError
 from muster.hosts.env_facts import is_awaited, is_awaited_class
-from muster.hosts.questions import CalledHost, Deed, InTurn
-from muster.pool.thread_pool import CallingThread, Outcome, outcome_of
-from muster.pool.watch import WORDS, About, Watch, env_lines, seconds
+from muster.hosts.questions import CalledHost, Deed, EnvQuestion, InTurn
+from muster.pool.thread_pool import CallingThread, Outcome, awaited, outcome_of
+from muster.pool.watch import WORDS, About, Watch, env_lines, lines_of, seconds
 from muster.worker_info import WorkerInfo, context_of
 
 T = TypeVar("T")
@@ -39,27 +41,20 @@ _KEPT_S = 0.01  # a beat that comes later than this finds a loop that an env kee
 _END_S = 1.0
 
 
-async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """The same for a call in a loop; a result that can be awaited is."""
-    try:
-        value = function(*args, **kwargs)
-        return (await value if inspect.isawaitable(value) else value), None
-    except BaseException as error:
-        return None, error
-
-
 class InLoop(InTurn):
     """One coroutine env after the other, in a loop with a thread of its own: the thread that asks may have one."""
 
     is_indirect = True
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._ends = asyncio.new_event_loop(), False
         self._thread = threading.Thread(target=self._run, name="muster-loop", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self._loop.run_forever()
+        while not self._ends:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # which tasks of an env raise; it may stop it, too
+                self._loop.run_forever()
         close_loop(self._loop)
 
     def within(self, host: CalledHost, i: int, doing: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -90,6 +85,7 @@ class InLoop(InTurn):
         return Awaited(env, partial(self.called, host.info_of(i))) if is_awaited(env) else env
 
     def end(self) -> None:
+        self._ends = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_END_S)
 
@@ -111,12 +107,25 @@ class _Code:
     """Code of an env that runs. done: takes its outcome, once; None when nobody waits for that any more.
 
     stack: where it was when its time had passed.  cancelled_at: when that was, for a coroutine.
+    kept_s, longest_s: the time for which others have kept it from going on, in all and at most; that does not count.
     """
 
-    __slots__ = ("begun_at", "cancelled_at", "doing", "done", "i", "is_left", "since", "stack", "task")
+    __slots__ = (
+        "begun_at",
+        "cancelled_at",
+        "doing",
+        "done",
+        "i",
+        "is_left",
+        "kept_s",
+        "longest_s",
+        "since",
+        "stack",
+        "task",
+    )
 
     def __init__(self, i: int, doing: int, done: Callable[[Outcome], None]) -> None:
-        self.i, self.doing, self.is_left = i, doing, False
+        self.i, self.doing, self.is_left, self.kept_s, self.longest_s = i, doing, False, 0.0, 0.0
         self.done: Callable[[Outcome], None] | None = done
         self.begun_at, self.since, self.cancelled_at = time.monotonic(), ticks(), 0.0
         self.task: asyncio.Task[None] | None = None
@@ -142,12 +151,14 @@ class Waiting(InTurn):
         self._left: dict[int, UsageError] = {}  # by env, until that is built again
         self._still_run = 0  # of those that were left behind
         self._seeds: dict[int, int | None] = {}
+        # By env, what it is asked again where nobody else remembers that.
+        self._asked: dict[int, dict[Any, EnvQuestion]] = collections.defaultdict(dict)
         self._deeds: set[asyncio.Task[None]] = set()
         self._settled: dict[int, asyncio.Future[Outcome]] = {}
         self._rung, self._crash = asyncio.Event(), list[BaseException]()
         self._bell: threading.Thread | None = None
         self._watch, self._ends, self._loop_thread = Watch(), False, threading.get_ident()
-        self._asked_at, self._beat_at = 0, ticks()
+        self._asked_at, self._beat_at, self._silent_until = 0, ticks(), 0.0
 
     # ---- what a host does
 
@@ -156,7 +167,7 @@ class Waiting(InTurn):
         while True:
             try:
                 return self._loop.run_until_complete(task)
-            except RuntimeError:  # an env has stopped the loop, which is not its own
+            except (RuntimeError, SystemExit, KeyboardInterrupt):  # an env has stopped it, or a task of one raised that
                 if task.done() or self._loop.is_closed():
                     raise
 
@@ -167,6 +178,9 @@ class Waiting(InTurn):
         answered: asyncio.Future[Outcome] = self._loop.create_future()
         self._call(host, i, doing, answered.set_result, partial(function, *args))
         outcome = await answered
+        question = getattr(function, "__self__", None)
+        if outcome[1] is None and isinstance(question, EnvQuestion) and question.key is not None:
+            self._asked[i][type(question), question.key] = question
         if doing == Doing.BUILDING and outcome[1] is None:
             self._left.pop(i, None)
             if i in self._threads and is_awaited(outcome[0].env):
@@ -190,7 +204,7 @@ class Waiting(InTurn):
 
     @coroutine
     def _reset_anew(self, host: CalledHost, i: int, arguments: dict[str, Any]) -> Deed[None]:
-        if (error := (yield from host.rebuilt(i))) is not None:
+        if (error := (yield from host.rebuilt(i, self._asked[i]))) is not None:
             return host.stepper.refuse(i, error)
         return self._reset(host, i, None, arguments)
 
@@ -281,6 +295,8 @@ class Waiting(InTurn):
         if code.done is not None and outcome[1] is None and inspect.isawaitable(outcome[0]):
             self._begin_task(host, code, lambda: outcome[0])
         else:
+            if inspect.iscoroutine(outcome[0]):
+                outcome[0].close()  # nobody waits for it any more
             self._end(host, code, outcome)
 
     def _begin_task(self, host: CalledHost, code: _Code, function: Callable[[], Any]) -> None:
@@ -290,6 +306,7 @@ class Waiting(InTurn):
         self._envs_of_tasks[code.task] = code.i
 
     async def _run(self, host: CalledHost, code: _Code, function: Callable[[], Any]) -> None:
+        code.begun_at = time.monotonic()
         self._end(host, code, await awaited(function))
 
     def _end(self, host: CalledHost, code: _Code, outcome: Outcome) -> None:
@@ -351,13 +368,19 @@ class Waiting(InTurn):
             return said
         task = asyncio.current_task(self._loop)
         i = None if task is None else self._envs_of_tasks.get(task)
+        if i in self._codes:
+            host.stepper.blames(i)
+        if not said and time.monotonic() < self._silent_until:  # it comes again and again
+            return 1
+        self._silent_until = time.monotonic() + _SAID_AFTER_S[1]
         name = "Code of an env" if i is None else f"env {host.numbers[i]}"
         frame = sys._current_frames().get(self._loop_thread)
-        where = "\n".join(env_lines(_lines(traceback.walk_stack(frame)))) if frame is not None else ""
+        where = "\n".join(env_lines(lines_of(traceback.walk_stack(frame)))) if frame is not None else ""
         others = len(host.envs) - 1
         _log.warning(
-            "%s blocks %d other envs of %s %d for %.1f s: it computes or waits without `await`, in the loop that steps "
-            "them all. Use asyncio.to_thread for what blocks.\nIt is here, most recent call first:\n%s",
+            "%s blocks %d other envs of %s %d: their loop has not answered for %.1f s. It computes, or waits without "
+            "`await`: call that by asyncio.to_thread; concurrent=True gives an env of ordinary methods a thread.\n"
+            "It is here, most recent call first:\n%s",
             *(name, others, host.worker_noun, host.info.worker_index, for_s, where),
         )
         return said + 1
@@ -369,19 +392,21 @@ class Waiting(InTurn):
         host.stepper.beat(at - before if kept_s > _KEPT_S else 0, self._still_run)
         now = time.monotonic()
         for code in [*self._codes.values()]:
-            code.begun_at += kept_s  # nobody is late because another has kept the loop
+            if code.task is not None and kept_s > _KEPT_S:
+                code.longest_s = max(code.longest_s, own := min(kept_s, now - code.begun_at))
+                code.kept_s += own
             self._end_late(host, code, now)
-        states = [(code.i, (code.doing, host.numbers[code.i], code.since)) for code in self._codes.values()]
-        self._watch.look(lambda: [one for one in states if one[1][0] != Doing.NOTHING], partial(self._about, host))
+        codes = [code for code in self._codes.values() if code.doing != Doing.NOTHING]
+        states = [(code.i, (code.doing, host.numbers[code.i], code.since)) for code in codes]
+        self._watch.look(lambda: states, partial(self._about, host))
 
     def _about(self, host: CalledHost, i: int, env: int) -> About:
-        name = f"env {env} ({host.worker_noun} {host.info.worker_index})"
-        return name, "", self._stack(self._codes[i])
+        return f"env {env} ({host.worker_noun} {host.info.worker_index})", "", self._stack(self._codes[i])
 
     def _end_late(self, host: CalledHost, code: _Code, now: float) -> None:
         limit_s = self._limit_s(code.doing)
         if code.stack is None:
-            if limit_s is None or now - code.begun_at < limit_s:
+            if limit_s is None or now - code.begun_at - min(code.kept_s, max(limit_s, code.longest_s)) < limit_s:
                 return
             code.stack, code.cancelled_at = self._stack(code), now
             if code.task is not None:
@@ -391,13 +416,13 @@ class Waiting(InTurn):
             return
         # It cannot be ended: nobody waits for it any more.
         error = self._too_late(host, code, is_left=True)
-        self._left[code.i] = UsageError(
-            f"{error.doing} it was left behind ({error.limit}): reset it, and it is built again"
-        )
+        said = f"{error.doing} it was left behind ({error.limit}): reset it, and it is built again"
+        self._left[code.i] = UsageError(said)
         self._still_run += 1
         host.stepper.beat(0, self._still_run)
-        self._threads.pop(code.i, None)
         self._contexts.pop(code.i, None)
+        if code.i in self._threads:
+            self._threads.pop(code.i).ends()
         self._forget(host, code)
         done, code.done, code.is_left = code.done, None, True
         assert done is not None
@@ -418,7 +443,7 @@ class Waiting(InTurn):
         if code.task is None:
             thread = self._threads.get(code.i)
             frame = sys._current_frames().get(thread.thread.ident or 0) if thread is not None else None
-            return _lines(traceback.walk_stack(frame)) if frame is not None else []
+            return lines_of(traceback.walk_stack(frame)) if frame is not None else []
         frames = list[tuple[FrameType, int]]()
         inner: Any = code.task.get_coro()
         while inner is not None:
@@ -426,7 +451,7 @@ class Waiting(InTurn):
             if frame is not None:
                 frames.append((frame, frame.f_lineno))
             inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
-        return _lines(reversed(frames))
+        return lines_of(reversed(frames))
 
     # ---- the end
 
@@ -465,13 +490,11 @@ def close_loop(loop: asyncio.AbstractEventLoop) -> None:
         for task in tasks:
             task.cancel()
         loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_S))
+        for task in asyncio.all_tasks(loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # it would not be cancelled
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
 
 
 async def _task(deed: Any) -> Any:
     return await deed
-
-
-def _lines(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
-    return [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}' for frame, line in frames]

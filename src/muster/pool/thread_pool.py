@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import queue
 import sys
@@ -26,7 +27,7 @@ from muster.pool.messages import Answer, Close, Closed, Failed, Message, Post, Q
 from muster.pool.place import Owing, Plan
 from muster.pool.resources import MemoryPlan, Usage, limit_reached, usage_of
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks
-from muster.pool.watch import Activity
+from muster.pool.watch import Activity, lines_of
 from muster.pool.worker import Here, Resident, serve
 from muster.worker_info import WorkerInfo, worker_info_context
 
@@ -101,8 +102,7 @@ class _Thread(Owing):
 
     def stack_lines(self) -> list[str]:
         frame = sys._current_frames().get(self.thread.ident or 0)
-        frames = traceback.walk_stack(frame) if frame is not None else ()
-        return [f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}' for one, line in frames]
+        return [] if frame is None else lines_of(traceback.walk_stack(frame))
 
 
 class ThreadPool(BasePool[_Thread]):
@@ -301,5 +301,14 @@ def outcome_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outco
     """The outcome of a call."""
     try:
         return function(*args, **kwargs), None
+    except BaseException as error:
+        return None, error
+
+
+async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    """The outcome of a call in a loop; a result that can be awaited is."""
+    try:
+        value = function(*args, **kwargs)
+        return (await value if inspect.isawaitable(value) else value), None
     except BaseException as error:
         return None, error

@@ -6,8 +6,9 @@ import bisect
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,11 @@ class Watch:
         where = ["\nIt is here, most recent call first:", *env_lines(stack)] if stack else []
         said = f"{name} has been {words} for {for_s:.1f} s, since {since}{so}.{hint}" + "\n".join(where)
         self._take_logs(of_wait(said), 0)
+
+
+def lines_of(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
+    """The lines of a stack, as faulthandler prints it. frames: most recent call first, with their lines."""
+    return [f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}' for frame, line in frames]
 
 
 def env_lines(stack: Sequence[str]) -> list[str]:

@@ -57,7 +57,7 @@ def env_ids_of(env_ids: Any, num_envs: int) -> npt.NDArray[np.int64]:
     """The ids as int64 ``[n]``, if they are distinct and below `num_envs`. Raises ActionError."""
     ids = np.asarray(env_ids)
     if ids.ndim == 1 and ids.size == 0:
-        raise ActionError("env_ids is empty: name the envs that the actions are for, or leave it out for all of them")
+        raise ActionError("env_ids is empty: name some envs, or leave it out for all of them")
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
         raise ActionError(f"env_ids must be a list of distinct ints, got {env_ids!r}")
     if ids.min() < 0 or ids.max() >= num_envs or len(np.unique(ids)) != len(ids):

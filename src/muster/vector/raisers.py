@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from muster.errors import CannotTravel, EnvError
+from muster.errors import EnvError, MusterError
 from muster.hosts.failures import Failure, to_exception, to_one_exception
 from muster.vector.results import Batch
 
@@ -17,7 +17,7 @@ Raiser = Callable[[Sequence[Failure], Batch | None], NoReturn]
 def raise_env_error(failures: Sequence[Failure], batch: Batch | None) -> NoReturn:
     """Raises the first failure as an EnvError. Its `batch` holds the rows of the envs that did not fail."""
     error = to_one_exception(failures)
-    if isinstance(error, (EnvError, CannotTravel)):
+    if isinstance(error, MusterError):
         error.batch, error.failures = batch, failures
     raise error
 

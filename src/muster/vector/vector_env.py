@@ -98,7 +98,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Starts to reset envs `env_ids`, or all, with `options`, while the others step; `recv` takes the rows.
+        """Starts to reset envs `env_ids`, or all, with `options`; `recv` takes the rows. The others go on.
 
         seed: env i gets ``seed + i``, or ``env_ids[k]`` the list's k-th. Raises PendingError, UsageError.
         """
@@ -106,6 +106,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             self.require_idle("send_reset")
         ids = self._all if env_ids is None else checks.env_ids_of(env_ids, self.num_envs)
         checks.require_options(options)
+        for env in ids.tolist():
+            self._caller.require_answered(env)
         self.reset_some(ids, checks.seeds_of(seed, ids), options)
 
     @verb
@@ -123,9 +125,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         """The result of `reset_async`. Raises WaitTimeout after `timeout` seconds; the reset then stays pending."""
         copies = self.copy if _copies is None else _copies
         ids, obs, *_, infos, _ = self._take_all("reset", timeout, copies, _reader)
-        if len(ids) == self.num_envs:
-            return obs, infos
-        return self._all_after_reset(ids, infos, copies)
+        return (obs, infos) if len(ids) == self.num_envs else self._all_after_reset(ids, infos, copies)
 
     @verb
     def step(self, actions: Any, *, _copies: bool | None = None, _reader: InfoReader | None = None) -> StepT:
@@ -166,7 +166,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return self._send(actions, checks.env_ids_of(env_ids, self.num_envs), False, self.copy)
 
     @verb
-    def recv(self, min_envs: int | None = None, timeout: float | None = None, **_how: Any) -> BatchT:
+    def recv(self, min_envs: int | None = None, timeout: float | None = None, *, _copies: bool | None = None) -> BatchT:
         """The results of the envs that are ready, once at least `min_envs` are (None: all that are pending).
 
         Raises WaitTimeout after `timeout` seconds, and all stay pending; NotPendingError where fewer than that are.
@@ -182,7 +182,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             self._backend.watch(0.0)
             self._watch_at = now + _WATCH_S
         self._wait(wanted, timeout, "recv")
-        return self._batch._make(self._read(_how.get("_copies", self.copy), _how.get("_reader"))[:6])
+        return self._batch._make(self._read(self.copy if _copies is None else _copies, None)[:6])
 
     @verb
     def call(self, name: str | EnvCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -253,7 +253,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     def stats(self) -> dict[str, Any]:
         """``env_steps``, ``restarts``, ``processes``, the ``verdict`` since the last call, and a dict for each worker.
 
-        The verdict says what keeps them. A worker has its ``index`` and ``envs``, the shares of its time
+        The verdict says what keeps the envs. A worker has its ``index`` and ``envs``, the shares of its time
         ``stepping``, ``waiting`` and ``copying``, its ``env_steps`` and ``resets``, and of its process the ``pid``,
         ``memory_bytes`` (private, its children's included), ``handles`` (open fds, or ``fds``), ``children`` (theirs
         included), and what was added since its envs were built: ``memory_growth_bytes`` (of memory that belongs to no

@@ -31,7 +31,7 @@ _SENTENCES = {
     "envs": "the envs: workers step {stepping:.2f} of the time, {step_ms} ms a step; {steps_per_s} env steps a second "
     "are what {place}",
     "waits": "the envs wait: of {count} envs of a worker {in_step} are in a step at a time, {step_ms} ms each, and the "
-    "worker uses {cpu:.2f} of a core. More of them in it, by num_envs=",
+    "worker uses {cpu:.2f} of a core. More of them in it: a larger num_envs",
     "blocked": "worker {number} ({envs}): code of one env keeps the loop of all for {blocked:.2f} of the time; "
     "py-spy dump --pid {pid} shows where. Await it, or call it by asyncio.to_thread",
     "long": "the envs: workers step {stepping:.2f} of the time, and no step has ended within {dt} s",
@@ -136,8 +136,8 @@ def verdict(before: Look, after: Look) -> Cause:
         host = after.hosts[blocked.index(max(blocked))]
         figures |= {"number": host.number, "envs": named(host.envs), "pid": after.processes[host.number].pid}
         return _cause("blocked", **{**figures, "blocked": min(1.0, max(blocked))})
-    if after.hosts[0].of_envs and stepping >= _WAIT and cpu < _MOST and steps:
-        count = statistics.fmean(len(host.envs) for host in after.hosts)
+    count = statistics.fmean(len(host.envs) for host in after.hosts)
+    if count > 1 and after.hosts[0].of_envs and stepping >= _WAIT and cpu < _MOST and steps:
         return _cause("waits", count=short(count), in_step=short(stepping * count), **figures)
     if resetting > 1 / 3:
         each = f", {short(1e3 * resetting * dt * len(shares) / resets)} ms each" if resets >= len(shares) else ""
