@@ -10,7 +10,7 @@ from typing import Any
 from muster._core import Doing
 from muster.backends.base import Backend, CallerOptions, WorkerLost, make_caller
 from muster.errors import ClosedError, WaitTimeout
-from muster.hosts.env_facts import EnvFacts
+from muster.hosts.env_facts import EnvFacts, is_awaited_class
 from muster.hosts.failures import Failure, HostFailed, to_exception
 from muster.hosts.questions import EnvQuestion, opened
 from muster.hosts.recipe_plans import Recipes
@@ -55,7 +55,8 @@ class PooledBackend(Backend, Hooks):
         self.first_envs = split_evenly(len(recipes), num_hosts)
         self.numbers = [recipe.env_index for recipe in recipes]
         self._limits, self.close_limits, self._concurrent = limits, limits.close(), concurrent
-        self._hosts, self._at_once = range(num_workers), set[int]()
+        self._hosts = range(num_workers)
+        self._at_once = {host for host in self._hosts if concurrent or self._has_awaited(host)}
         self._attached = self._has_caller = False
         self._is_asked_again = False  # whether new envs are asked the last question again
         self._worker_lost: WorkerLost | None = None
@@ -63,6 +64,13 @@ class PooledBackend(Backend, Hooks):
     def _content(self, recipes: Recipes, first_env: int, together: Sequence[Recipe] | None = None) -> EnvPlan:
         limits = self._limits.step_timeout, self._limits.start_timeout
         return EnvPlan(recipes, first_env, together, None, self._concurrent, *limits)
+
+    def _has_awaited(self, host: int) -> bool:
+        return any(is_awaited_class(self._recipes[env].factory) for env in self.envs_of(host))
+
+    def _parts(self, host: int) -> int:
+        """The number of closes that a worker reports: it closes envs that it steps at the same time together."""
+        return 1 if host in self._at_once else len(self.envs_of(host))
 
     def envs_of(self, host: int) -> range:
         """The envs of a host."""
@@ -78,11 +86,7 @@ class PooledBackend(Backend, Hooks):
         try:
             with naming_limits("the vector env could not start"):
                 facts = self._start()
-            self._at_once = {
-                host
-                for host in self._hosts
-                if self._concurrent or any(facts[env].is_awaited for env in self.envs_of(host))
-            }
+            self._at_once |= {host for host in self._hosts if any(facts[env].is_awaited for env in self.envs_of(host))}
             return facts
         except BaseException:
             self.close(AT_ONCE)

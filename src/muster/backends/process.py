@@ -118,8 +118,8 @@ class ProcessBackend(PooledBackend):
             processes,
             lambda recipes, envs: self._content(recipes, envs.start),
         )
-        for plan in plans:
-            plan.parts = len(plan.envs)
+        for host, plan in enumerate(plans):
+            plan.parts = self._parts(host)
         with Uninterrupted(), standard_fds():
             open_files(self._files, "slab", "mail")
             self.notify_fd = open_eventfd(self._files, "notify")

@@ -51,7 +51,7 @@ class ThreadBackend(PooledBackend):
         envs = self.envs_of(host)
         info = WorkerInfo(None, host, len(self._recipes), self.num_workers, seed=None)
         content = self._content(self._recipes[envs.start : envs.stop], envs.start, self._recipes)
-        return Plan(content, info, envs, len(envs))
+        return Plan(content, info, envs, self._parts(host))
 
     def _start(self) -> list[EnvFacts]:
         info = WorkerInfo(None, 0, len(self._recipes), self.num_workers, seed=None)

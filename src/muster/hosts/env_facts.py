@@ -6,7 +6,6 @@ import inspect
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from gymnasium import ActionWrapper, Wrapper, spaces
@@ -15,7 +14,6 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from muster.envs.agents import AgentsEnv
-from muster.envs.attributes import chain
 from muster.envs.layout import AgentLayout
 from muster.errors import OneEnvPerProcess, RecipeError, SpecMismatch
 from muster.hosts.failures import about_gym
@@ -68,18 +66,17 @@ def is_awaited(env: Any) -> bool:
     """True if the env, or its class, has coroutine functions. Raises RecipeError where that is one of two."""
     while isinstance(env, Wrapper) and type(env).step in _PASSES_ON:
         env = env.env
-    for outer, inner in pairwise(chain(env)):
+    outer = env
+    while (inner := _inner(outer)) is not None:
         coroutines = inspect.iscoroutinefunction(getattr(inner, "step", None))
         if coroutines and type(outer).__module__.startswith(("gymnasium.", "torchrl.")):
-            hint = (
-                "gymnasium.make takes disable_env_checker=True"
-                if isinstance(outer, PassiveEnvChecker)
-                else "Leave it out"
-            )
+            is_checker = isinstance(outer, PassiveEnvChecker)
+            hint = "gymnasium.make takes disable_env_checker=True" if is_checker else "Leave it out"
             raise RecipeError(
                 f"the wrapper {type(outer).__name__} does not await the coroutine that its env's step returns. {hint}: "
                 "limit episodes in the env itself, by an argument of it, or in a wrapper with `async def step`"
             )
+        outer = inner
     step, reset = getattr(env, "step", None), getattr(env, "reset", None)
     steps, resets = map(inspect.iscoroutinefunction, (step, reset))
     for name, method in (("step", step), ("reset", reset)):
@@ -100,6 +97,13 @@ def is_awaited_class(factory: Any) -> bool:
     """True for a class of envs with coroutine functions: its envs may share a process, since they wait."""
     factory = factory.func if isinstance(factory, partial) else factory
     return isinstance(factory, type) and inspect.iscoroutinefunction(getattr(factory, "step", None))
+
+
+def _inner(env: Any) -> Any:
+    """The env that a wrapper of Gymnasium's or TorchRL's wraps. Not by their `__dict__`, see `_spec_of`."""
+    if isinstance(env, Wrapper) or type(env).__module__.startswith("muster.interop.torchrl."):
+        return env.env
+    return getattr(env, "_env", None) if type(env).__module__.startswith("torchrl.") else None
 
 
 def _named(env: Any) -> str:

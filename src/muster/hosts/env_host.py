@@ -375,7 +375,7 @@ class EnvHost:
         closing = iter(self.way.begun(self._close_one(i, built, Doing.NOTHING) for i, built in enumerate(all_built)))
         try:
             for i in range(len(all_built)):
-                if on_closing is not None:
+                if on_closing is not None and not (i and self.way.closes_together):
                     if not i:
                         yield from self.way.settle(0)
                     on_closing(i)

@@ -29,7 +29,9 @@ class EnvResident(RecipeResident):
         def waits() -> InTurn:
             from muster.hosts.waiting import Waiting  # with asyncio, which takes a while to import
 
-            return Waiting(plan.step_timeout, plan.start_timeout, has_threads=plan.concurrent)
+            way = Waiting(plan.step_timeout, plan.start_timeout, has_threads=plan.concurrent)
+            way.closes_together = at_once
+            return way
 
         at_once = plan.concurrent or any(is_awaited_class(recipe.factory) for recipe in plan.recipes)
         around: dict[str, Any] = {"dumps": here.dumps, "together": plan.together, "activity": here.activity}

@@ -288,9 +288,10 @@ class InTurn:
     """One env after the other, in the thread that asks.
 
     is_indirect: whether the core steps what `to_step` returns, instead of the envs.
+    closes_together: whether the closes of all envs are reported as one.
     """
 
-    is_indirect = False
+    is_indirect = closes_together = False
 
     def run(self, deed: Deed[T]) -> T:
         """The result of a deed, which in turn waits for nothing."""

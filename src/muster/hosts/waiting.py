@@ -152,7 +152,7 @@ class Waiting(InTurn):
         self._still_run = 0  # of those that were left behind
         self._seeds: dict[int, int | None] = {}
         # By env, what it is asked again where nobody else remembers that.
-        self._asked: dict[int, dict[Any, EnvQuestion]] = collections.defaultdict(dict)
+        self._again: dict[int, dict[Any, EnvQuestion]] = collections.defaultdict(dict)
         self._deeds: set[asyncio.Task[None]] = set()
         self._settled: dict[int, asyncio.Future[Outcome]] = {}
         self._rung, self._crash = asyncio.Event(), list[BaseException]()
@@ -180,7 +180,7 @@ class Waiting(InTurn):
         outcome = await answered
         question = getattr(function, "__self__", None)
         if outcome[1] is None and isinstance(question, EnvQuestion) and question.key is not None:
-            self._asked[i][type(question), question.key] = question
+            self._again[i][type(question), question.key] = question
         if doing == Doing.BUILDING and outcome[1] is None:
             self._left.pop(i, None)
             if i in self._threads and is_awaited(outcome[0].env):
@@ -204,7 +204,7 @@ class Waiting(InTurn):
 
     @coroutine
     def _reset_anew(self, host: CalledHost, i: int, arguments: dict[str, Any]) -> Deed[None]:
-        if (error := (yield from host.rebuilt(i, self._asked[i]))) is not None:
+        if (error := (yield from host.rebuilt(i, self._again[i]))) is not None:
             return host.stepper.refuse(i, error)
         return self._reset(host, i, None, arguments)
 
