@@ -16,7 +16,7 @@ WITHOUT_TORCH := tests/backends tests/conformance tests/doctor/test_command.py t
   tests/doctor/test_machine.py tests/envs/test_dm_env.py tests/envs/test_groups.py tests/envs/test_melting_pot.py \
   tests/envs/test_wrappers.py tests/interop/test_gymnasium_dropins.py tests/pickling/test_pickling.py tests/recipes \
   tests/spaces tests/training/test_events.py tests/training/test_picture.py tests/transport tests/vector \
-  tests/workers
+  tests/waiting tests/workers
 
 # Extra arguments for the script behind `demo`, `demo-marl`, `test`, `test-all`, `soak`, `fuzz` and `bench`:
 # make test ARGS="-k layers"

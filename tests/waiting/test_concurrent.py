@@ -169,7 +169,7 @@ def test_a_wrapper_that_does_not_await_is_named(leaves_nothing: None) -> None:
 
 
 def test_torchrls_wrapper_does_not_await(leaves_nothing: None) -> None:
-    pytest.importorskip("torchrl")
+    pytest.importorskip("torchrl.envs")
     from torchrl.envs import GymWrapper
 
     from muster.interop.torchrl import ParallelEnv

@@ -101,8 +101,10 @@ def is_awaited_class(factory: Any) -> bool:
 
 def _inner(env: Any) -> Any:
     """The env that a wrapper of Gymnasium's or TorchRL's wraps. Not by their `__dict__`, see `_spec_of`."""
-    if isinstance(env, Wrapper) or type(env).__module__.startswith("muster.interop.torchrl."):
+    if isinstance(env, Wrapper):
         return env.env
+    if type(env).__module__.startswith("muster.interop.torchrl."):
+        return getattr(env, "env", None)
     return getattr(env, "_env", None) if type(env).__module__.startswith("torchrl.") else None
 
 
