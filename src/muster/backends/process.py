@@ -123,7 +123,8 @@ class ProcessBackend(PooledBackend):
         with Uninterrupted(), standard_fds():
             open_files(self._files, "slab", "mail")
             self.notify_fd = open_eventfd(self._files, "notify")
-        processes = dataclasses.replace(processes, preloads=(*ENV_PRELOADS, *processes.preloads))
+        waiting = ["muster.hosts.waiting"] if self._at_once else []  # with asyncio: once, and not in each worker
+        processes = dataclasses.replace(processes, preloads=(*ENV_PRELOADS, *waiting, *processes.preloads))
         self.pool = Pool(
             *("muster.hosts.env_resident:EnvResident", plans, processes, self, self._limits),
             files=self._files,

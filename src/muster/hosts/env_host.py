@@ -265,7 +265,10 @@ class EnvHost:
         answer, error = yield from self.way.within(self, i, Doing.TALKING, question.on, self, i)
         if isinstance(error, KeyboardInterrupt) and self.dumps is None:
             raise error  # the caller's own Ctrl-C
-        return answer if error is None else self.failure(i, error)
+        if error is not None:
+            return self.failure(i, error)
+        self.way.notes(i, question)
+        return answer
 
     def _answer_by_rows(self, question: EnvQuestion) -> None:
         interrupt: BaseException | None = None
@@ -308,10 +311,8 @@ class EnvHost:
         i = restart.env - self.first_env
         if not restart.rebuilds and restart.seed is not None:  # in a new process
             self.seed_globals([restart.seed])
-        if restart.rebuilds:
-            again = dict(enumerate(restart.again))
-            if (error := (yield from self.rebuilt(i, again))) is not None:
-                return self.stepper.refuse(i, error)
+        if restart.rebuilds and (error := (yield from self.rebuilt(i, restart.again))) is not None:
+            return self.stepper.refuse(i, error)
         if (refusal := self._misfits[i] or self._unset.pop(i, None)) is not None:
             return self.stepper.refuse(i, refusal)
         self.stepper.replace_env(i, self._to_step(i), restart.seed)
@@ -323,7 +324,7 @@ class EnvHost:
         return None
 
     @coroutine
-    def rebuilt(self, i: int, again: Mapping[Any, EnvQuestion]) -> Deed[BaseException | None]:
+    def rebuilt(self, i: int, again: Sequence[EnvQuestion]) -> Deed[BaseException | None]:
         """Closes env i, builds it anew and asks it `again`; returns what has prevented that."""
         error = yield from self._close_one(i, self._built[i], Doing.TALKING)
         if isinstance(error, KeyboardInterrupt):
@@ -334,7 +335,7 @@ class EnvHost:
         self._built[i], self.envs[i] = built, built.env
         self._misfits[i] = self._misfit(i, built.env)
         try:
-            yield from self._again({self.numbers[i]: [*again.values()]})
+            yield from self._again({self.numbers[i]: again})
         except BaseException as raised:
             return raised
         return self._misfits[i]

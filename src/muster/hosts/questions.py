@@ -281,7 +281,7 @@ class CalledHost(Protocol):
     stepper: Stepper
 
     def info_of(self, i: int) -> WorkerInfo: ...
-    def rebuilt(self, i: int, again: Mapping[Any, EnvQuestion]) -> Deed[BaseException | None]: ...
+    def rebuilt(self, i: int, again: Sequence[EnvQuestion]) -> Deed[BaseException | None]: ...
 
 
 class InTurn:
@@ -315,6 +315,9 @@ class InTurn:
     def until_message(self, host: CalledHost) -> None:
         """Steps the envs that the caller asks for, until the caller has sent a message."""
         host.stepper.run()
+
+    def notes(self, i: int, question: EnvQuestion) -> None:
+        """Notes that env i has answered a question, for an env that is built again without the caller's knowledge."""
 
     def to_step(self, host: CalledHost, i: int) -> Any:
         """The object that the core steps for env i."""

@@ -110,20 +110,6 @@ class _Code:
     kept_s, longest_s: the time for which others have kept it from going on, in all and at most; that does not count.
     """
 
-    __slots__ = (
-        "begun_at",
-        "cancelled_at",
-        "doing",
-        "done",
-        "i",
-        "is_left",
-        "kept_s",
-        "longest_s",
-        "since",
-        "stack",
-        "task",
-    )
-
     def __init__(self, i: int, doing: int, done: Callable[[Outcome], None]) -> None:
         self.i, self.doing, self.is_left, self.kept_s, self.longest_s = i, doing, False, 0.0, 0.0
         self.done: Callable[[Outcome], None] | None = done
@@ -145,7 +131,7 @@ class Waiting(InTurn):
         self._loop.set_task_factory(self._new_task)
         self._envs_of_tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
         self._threads: dict[int, CallingThread] = {}
-        self._in_loop: set[int] = set()  # of those that would have a thread, envs that have turned out to need none
+        self._in_loop: set[int] = set()  # envs that need no thread
         self._contexts: dict[int, Context] = {}
         self._codes: dict[int, _Code] = {}  # by env, in the order in which they began
         self._left: dict[int, UsageError] = {}  # by env, until that is built again
@@ -178,15 +164,16 @@ class Waiting(InTurn):
         answered: asyncio.Future[Outcome] = self._loop.create_future()
         self._call(host, i, doing, answered.set_result, partial(function, *args))
         outcome = await answered
-        question = getattr(function, "__self__", None)
-        if outcome[1] is None and isinstance(question, EnvQuestion) and question.key is not None:
-            self._again[i][type(question), question.key] = question
         if doing == Doing.BUILDING and outcome[1] is None:
             self._left.pop(i, None)
             if i in self._threads and is_awaited(outcome[0].env):
                 self._in_loop.add(i)
                 self._threads.pop(i).ends()
         return outcome
+
+    def notes(self, i: int, question: EnvQuestion) -> None:
+        if question.key is not None:
+            self._again[i][type(question), question.key] = question
 
     def attach(self, host: CalledHost) -> None:
         self._bell = threading.Thread(target=self._listen, args=(host,), name="muster-bell", daemon=True)
@@ -204,7 +191,7 @@ class Waiting(InTurn):
 
     @coroutine
     def _reset_anew(self, host: CalledHost, i: int, arguments: dict[str, Any]) -> Deed[None]:
-        if (error := (yield from host.rebuilt(i, self._again[i]))) is not None:
+        if (error := (yield from host.rebuilt(i, [*self._again[i].values()]))) is not None:
             return host.stepper.refuse(i, error)
         return self._reset(host, i, None, arguments)
 
@@ -232,10 +219,11 @@ class Waiting(InTurn):
     async def _until_message(self, host: CalledHost) -> None:
         while True:
             self._rung.clear()
-            for i in host.stepper.take_requested():
+            has_message = host.stepper.takes_message()
+            for i in host.stepper.take_requested():  # after that look: steps begin before a message that came later
                 self._step(host, i)
-            await asyncio.sleep(0)  # steps begin before a message, such as that to close
-            if host.stepper.takes_message():
+            await asyncio.sleep(0)
+            if has_message:
                 return
             await self._rung.wait()
             if self._crash:
@@ -284,7 +272,9 @@ class Waiting(InTurn):
             host.activity.put(doing, host.first_env + i)
         else:
             host.stepper.begins(i, doing)
-        if not self._has_threads or i in self._in_loop or is_awaited_class(host.recipes[i].factory):
+        if doing == Doing.BUILDING and is_awaited_class(host.recipes[i].factory):
+            self._in_loop.add(i)
+        if not self._has_threads or i in self._in_loop:
             return self._begin_task(host, code, function)
         if i not in self._threads:
             self._threads[i] = CallingThread(f"muster-env-{host.numbers[i]}", host.info_of(i), self._loop)

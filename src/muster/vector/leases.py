@@ -180,7 +180,7 @@ class Leases:
         if not self._lent and envs.num_pending > len(self._answers):
             raise PendingError("lease: envs owe answers to an earlier call; take these with recv() first")
         self._lent += 1
-        self._watches(envs)
+        self._watches()
         if self._free:
             return self._free.popleft()
         taker: asyncio.Future[int] = self.loop.create_future()
@@ -266,7 +266,7 @@ class Leases:
 
     # ---- the watch
 
-    def _watches(self, envs: Any) -> None:
+    def _watches(self) -> None:
         if self._timer is None:
             if self._notify_fd >= 0:
                 self._fd = os.dup(self._notify_fd)  # closed in this loop alone, which knows it
