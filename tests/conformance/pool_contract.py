@@ -667,7 +667,7 @@ class ProcessPoolContract(StartContract, PoolContract):
             time.sleep(0.5 * len(workers))
             return ["" for _ in workers]
 
-        monkeypatch.setattr(pool_module, "python_stacks", slowly)
+        monkeypatch.setattr(pool_module, "last_words", slowly)
         assert pool.close(CloseLimits(busy_s=0.1)) == [(0, [])]
         assert asked
 

@@ -33,8 +33,8 @@ sys.stdin.read()
 
 # A daemon that no Python code watches, with a pid file.
 _DAEMON = """
-if [ -e "$0/sim.pid" ]; then echo "simulator runs already, see sim.pid"; exit 1; fi
-echo $$ > "$0/sim.pid"
+set -o noclobber
+if ! echo $$ > "$0/sim.pid"; then echo "simulator runs already, see sim.pid"; exit 1; fi
 echo ready >&3
 read end
 rm "$0/sim.pid"

@@ -434,10 +434,10 @@ void bind_functions(nb::module_& m) {
   m.def("give_back", [](nb::handle memory) { give_back(memory.ptr()); }, "memory"_a);
   m.def("map_fd", &map_fd, nb::kw_only(), "fd"_a, "size"_a, "offset"_a = 0, "is_private"_a = false);
   m.def("ticks", &ticks, "The clock of host_state's since and ticks, in units of its own.");
-  m.def("start_watchdog", [](int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {
-    errno = start_watchdog(caller_pidfd, stderr_pipe, stderr_to, tail);
+  m.def("start_watchdog", [](int caller_pidfd, int stderr_pipe, int stderr_to, int tail, int stacks) {
+    errno = start_watchdog({caller_pidfd, stderr_pipe, stderr_to, tail, stacks});
     if (errno) raise_os_error();
-  }, "caller_pidfd"_a, nb::kw_only(), "stderr_pipe"_a = -1, "stderr_to"_a = -1, "tail"_a = -1,
+  }, "caller_pidfd"_a, nb::kw_only(), "stderr_pipe"_a, "stderr_to"_a, "tail"_a, "stacks"_a,
         "Raises OSError where no thread can be started.");
   m.def("signal_thread", [](int pid, int thread, int number) { syscall(SYS_tgkill, pid, thread, number); },
         "Sends a signal to one thread of a process, if it is still there.");

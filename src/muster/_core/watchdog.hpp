@@ -32,9 +32,10 @@ inline int stack_signal() { return SIGRTMIN + 7; }  // not SIGUSR1: envs may use
 
 struct WatchdogFds {
   int caller;       // pidfd; readable once the caller is gone
-  int stderr_pipe;  // what the worker writes to stderr; -1 to leave that alone
+  int stderr_pipe;  // what the worker writes to stderr
   int stderr_to;    // where that is passed on to
   int tail;         // a file that keeps the last of that, for the caller to quote
+  int stacks;       // a file that faulthandler writes the stacks to that the caller asks for
 };
 
 constexpr off_t kTailBytes = 1 << 20;
@@ -43,11 +44,10 @@ constexpr off_t kTailBytes = 1 << 20;
 // and all other fds are closed in it. Where a container forbids that, the fds stay shared with the env.
 inline void own_fds(const WatchdogFds& fds) {
   if (unshare(CLONE_FILES) != 0) return;
-  int kept[] = {fds.caller, fds.stderr_pipe, fds.stderr_to, fds.tail};
+  int kept[] = {fds.caller, fds.stderr_pipe, fds.stderr_to, fds.tail, fds.stacks};
   std::sort(std::begin(kept), std::end(kept));
   unsigned first = 0;
   for (const int fd : kept) {
-    if (fd < 0) continue;
     if (unsigned(fd) > first) syscall(SYS_close_range, first, unsigned(fd) - 1, 0);
     first = std::max(first, unsigned(fd) + 1);
   }
@@ -101,7 +101,7 @@ inline void* watch_caller(void* raw) {
   pthread_t relay;
   // The relay is started here, so that it shares this thread's fds. Without it the worker's stderr would fill up and
   // block.
-  if (fds.stderr_pipe >= 0 && pthread_create(&relay, nullptr, relay_stderr, raw) != 0) _exit(kExitNoThreads);
+  if (pthread_create(&relay, nullptr, relay_stderr, raw) != 0) _exit(kExitNoThreads);
   sigset_t stack;
   sigemptyset(&stack);
   sigaddset(&stack, stack_signal());
@@ -120,9 +120,9 @@ inline void* watch_caller(void* raw) {
 
 // Starts the threads. They never end before the process does, so the memory that they receive is never freed. Returns
 // an errno value, 0 on success.
-inline int start_watchdog(int caller_pidfd, int stderr_pipe, int stderr_to, int tail) {
+inline int start_watchdog(const WatchdogFds& given) {
   auto* fds = static_cast<WatchdogFds*>(std::malloc(sizeof(WatchdogFds)));
-  *fds = {caller_pidfd, stderr_pipe, stderr_to, tail};
+  *fds = given;
   // The env's own signal handling stays in the main thread.
   sigset_t all, before;
   sigfillset(&all);

@@ -25,7 +25,7 @@ from muster.recipes.recipe import make_recipes
 DEV = Path("/dev")
 
 # Open files of the caller: for each worker; and for slab, mail, log records, notices, the launcher, and a start.
-FDS_PER_WORKER = 5
+FDS_PER_WORKER = 6
 OTHER_FDS = 8
 _LITTLE_MEMORY = 500_000_000
 _LITTLE_SHM = 64 << 20  # docker's default

@@ -26,7 +26,17 @@ from muster.pool.limits import Limit
 from muster.pool.messages import Inherited, Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, usage_of
 from muster.pool.watch import Activity
-from muster.pool.worker_process import WorkerProcess, close_own, disown, own, python_stacks, readable, stream_fd
+from muster.pool.worker_process import (
+    WorkerFiles,
+    WorkerProcess,
+    close_own,
+    disown,
+    last_words,
+    own,
+    python_stacks,
+    readable,
+    stream_fd,
+)
 from muster.transport.big_arrays import BigArrays, memfd
 from muster.transport.channel import Channel, ChannelClosed, watched_s
 from muster.worker_info import SEED_BITS, WorkerInfo
@@ -211,13 +221,12 @@ class Place(Owing):
 
     def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
         """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""
-        [stack] = python_stacks([self.process])
-        return WorkerTimeout(self.name, doing, limit, elapsed_s, stack, self.rebuilding)
+        [words] = last_words([self.process])
+        return WorkerTimeout(self.name, doing, limit, elapsed_s, words, self.rebuilding)
 
     def stack_lines(self) -> list[str]:
-        start = self.process.tail_size()
-        python_stacks([self.process])
-        return [line for stack in self.process.stacks_since(start, takes=True)[-1:] for line in stack.splitlines()]
+        [stacks] = python_stacks([self.process])
+        return stacks.rpartition("most recent call first):\n")[2].splitlines()
 
     @property
     def rebuilding(self) -> str:
@@ -340,6 +349,8 @@ def launch(
         theirs_only.callback(os.close, stderr_write)
         tail = memfd(f"tail-{index}")
         ours_on_failure.callback(os.close, tail)
+        stacks = memfd(f"stacks-{index}")
+        ours_on_failure.callback(os.close, stacks)
         caller = os.pidfd_open(os.getpid())
         theirs_only.callback(os.close, caller)
         stdout, stderr = stream_fd(sys.__stdout__, 1), stream_fd(sys.__stderr__, 2)
@@ -351,6 +362,7 @@ def launch(
                 **shared_fds,
                 "channel": theirs.fileno(),
                 "tail": tail,
+                "stacks": stacks,
                 "stderr_read": stderr_read,
                 "stderr_write": stderr_write,
                 "stdout": stdout,
@@ -359,7 +371,7 @@ def launch(
             }
         )
         ours_on_failure.pop_all()
-    return WorkerProcess(pid, pidfd, status, tail, stderr_read, is_apart=is_apart), ours
+    return WorkerProcess(pid, pidfd, status, WorkerFiles(tail, stacks, stderr_read), is_apart=is_apart), ours
 
 
 class Budget:

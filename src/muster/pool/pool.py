@@ -48,7 +48,7 @@ from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
 from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successor
 from muster.pool.watch import activity_in
-from muster.pool.worker_process import Poller, close_own, open_files, python_stacks
+from muster.pool.worker_process import Poller, close_own, last_words, open_files
 from muster.transport.big_arrays import BigArrays
 from muster.transport.channel import Channel, ChannelClosed, frame, watched_s
 from muster.transport.mail import dumps
@@ -471,7 +471,7 @@ class Pool(BasePool[Place]):
             ask=ask,
             listen=readable_places,
             doing=self._doing,
-            stacks=lambda places: python_stacks([place.process for place in places]),
+            stacks=lambda places: last_words([place.process for place in places]),
             pending=owed,
             on_slice=self.deliver_logs,
         )

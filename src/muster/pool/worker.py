@@ -129,7 +129,13 @@ def main(fds: Mapping[str, int], inherited: tuple[Any, Init | None] | None = Non
     """
     os.environ[f"{MARK}{os.getpid()}"] = ""  # marks all processes that this one starts, see `kill_started`
     try:
-        start_watchdog(fds["caller"], stderr_pipe=fds["stderr_read"], stderr_to=fds["stderr"], tail=fds["tail"])
+        start_watchdog(
+            fds["caller"],
+            stderr_pipe=fds["stderr_read"],
+            stderr_to=fds["stderr"],
+            tail=fds["tail"],
+            stacks=fds["stacks"],
+        )
     except BlockingIOError:
         os._exit(EXIT_NO_THREADS)
     _take_over(fds)
@@ -171,7 +177,7 @@ def _take_over(fds: Mapping[str, int]) -> None:
     os.close(fds["stdout"])
     os.close(fds["stderr_write"])
     faulthandler.enable(file=fds["tail"], all_threads=True)
-    faulthandler.register(STACK_SIGNAL, file=fds["tail"], all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=fds["stacks"], all_threads=True)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ignore_user_signals()

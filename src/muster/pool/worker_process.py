@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from muster._core import STACK_SIGNAL, WATCHDOG_NAME, kill_started, signal_thread
 from muster.pool.resources import stat_of
@@ -23,8 +23,6 @@ USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _STACK_S = 0.5
 _STATUS_S = 5.0
 _TAIL_LINES = 20
-# What faulthandler writes of one thread.
-_STACK = re.compile(rb"^(?:Current t|T)hread 0x.*most recent call first\):\n((?:  .*\n)*)\n?", re.MULTILINE)
 # A pipe holds no more.
 _REST_BYTES = 1 << 16
 
@@ -85,18 +83,29 @@ def stream_fd(stream: Any, fallback: int) -> int:
         return fallback
 
 
+class WorkerFiles(NamedTuple):
+    """The caller's fds of what a worker writes.
+
+    tail: a file of what it wrote to stderr last, and its crash report.  stacks: one of the stacks that it was asked
+    for: in the other they would mix with what it prints meanwhile.  stderr: the pipe to its watchdog.
+    """
+
+    tail: int
+    stacks: int
+    stderr: int
+
+
 class WorkerProcess:
     """The caller's handle of one worker's process. `fileno` becomes readable when the process has ended."""
 
     def __init__(
-        self, pid: int, pidfd: int, status_fd: int | None, tail_fd: int, stderr_fd: int, *, is_apart: bool = False
+        self, pid: int, pidfd: int, status_fd: int | None, files: WorkerFiles, *, is_apart: bool = False
     ) -> None:
         self.pid = pid
         self._is_apart = is_apart
         self._pidfd = pidfd
         self._status_fd = status_fd  # None for a child of this process: `waitpid` returns its status
-        self._tail_fd = tail_fd
-        self._stderr_fd = stderr_fd
+        self._files = files
         # The worker's; noted now since the caller may leave its session later.
         self._session = pid if is_apart else os.getsid(0)
         self.exit_code: int | None = None  # negative for a signal; None where somebody else has reaped the process
@@ -105,7 +114,7 @@ class WorkerProcess:
         # One thread may close a pool while another looks at its workers. Reentrant: so may a signal handler.
         self._reaping = threading.RLock()
         self._rest = b""
-        own(pidfd, status_fd, tail_fd, stderr_fd)
+        own(pidfd, status_fd, *files)
 
     def fileno(self) -> int:
         return self._pidfd
@@ -134,24 +143,17 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
-    def tail(self) -> str:
-        """The last lines that the worker wrote to stderr, and its crash report."""
+    def tail(self, stacks: str = "") -> str:
+        """The last lines that the worker wrote to stderr, and its crash report, or the `stacks` of one that hangs."""
         self._pass_on_rest()
-        size = os.fstat(self._tail_fd).st_size
-        kept = os.pread(self._tail_fd, 1 << 14, max(0, size - (1 << 14)))
-        return "\n".join(_significant_lines((kept + self._rest).decode(errors="replace").splitlines()))
+        size = os.fstat(self._files.tail).st_size
+        kept = os.pread(self._files.tail, 1 << 14, max(0, size - (1 << 14)))
+        said = (kept + self._rest).decode(errors="replace")
+        return "\n".join(_significant_lines(said.splitlines() + stacks.splitlines()))
 
-    def stacks_since(self, start: int, *, takes: bool = False) -> list[str]:
-        """The stack of each thread that stands in the tail from a place on; the main thread's is the last.
-
-        takes: removes them, and keeps what else stands there: no last word of the worker is Muster's.
-        """
-        size = self.tail_size()  # below `start` where the worker has begun the file anew
-        tail = os.pread(self._tail_fd, max(0, size - start), start)
-        if takes:
-            os.ftruncate(self._tail_fd, min(start, size))
-            os.pwrite(self._tail_fd, _STACK.sub(b"", tail), start)
-        return [stack.decode(errors="replace") for stack in _STACK.findall(tail)]
+    def stacks_since(self, start: int) -> str:
+        """The stacks that the worker has reported from a place in their file on; the main thread's is the last."""
+        return os.pread(self._files.stacks, self.stacks_size() - start, start).decode(errors="replace")
 
     def ask_for_stack(self) -> None:
         """Has faulthandler write the Python stacks of all threads, even while native code holds the GIL.
@@ -171,15 +173,15 @@ class WorkerProcess:
                         return
         self.send_signal(STACK_SIGNAL)
 
-    def tail_size(self) -> int:
-        return os.fstat(self._tail_fd).st_size
+    def stacks_size(self) -> int:
+        return os.fstat(self._files.stacks).st_size
 
     def release(self) -> None:
         """Closes the fds that the caller holds for the worker. Its process must have ended."""
         with self._reaping:
             if not self._released:
                 self._pass_on_rest()
-                close_own(self._pidfd, self._status_fd, self._tail_fd, self._stderr_fd)
+                close_own(self._pidfd, self._status_fd, *self._files)
                 self._released = True
 
     def _pass_on_rest(self) -> None:
@@ -188,9 +190,9 @@ class WorkerProcess:
         poller = select.poll()
         poller.register(stderr, select.POLLOUT)
         with contextlib.suppress(OSError):
-            os.set_blocking(self._stderr_fd, False)
+            os.set_blocking(self._files.stderr, False)
             for _ in range(_REST_BYTES // select.PIPE_BUF):
-                said = os.read(self._stderr_fd, select.PIPE_BUF)
+                said = os.read(self._files.stderr, select.PIPE_BUF)
                 if not said:
                     break
                 self._rest += said
@@ -307,15 +309,24 @@ def print_at_once() -> None:
 
 
 def python_stacks(processes: Sequence[WorkerProcess]) -> list[str]:
-    """The Python stacks of workers that hang, as faulthandler reports them, in the time that one takes."""
-    if not processes:
-        return []
-    asked = [(process, process.tail_size()) for process in processes]
+    """The Python stacks of workers that hang, as faulthandler reports them, in the time that one takes.
+
+    Empty for one that does not report any.
+    """
+    sizes = starts = [process.stacks_size() for process in processes]
     for process in processes:
         process.ask_for_stack()
-    deadline = time.monotonic() + _STACK_S
-    while time.monotonic() < deadline and not all(one.stacks_since(at) or one.has_ended() for one, at in asked):
-        time.sleep(0.01)
-    time.sleep(0.05)  # the report is written line by line
+    deadline, is_whole = time.monotonic() + _STACK_S, not processes
+    while not is_whole and time.monotonic() < deadline:
+        time.sleep(0.05)  # a report is written line by line: it is whole once it has stopped growing
+        before, sizes = sizes, [process.stacks_size() for process in processes]
+        grown = zip(processes, starts, before, sizes, strict=True)
+        is_whole = all(one.has_ended() or start < was == size for one, start, was, size in grown)
+    return [process.stacks_since(start) for process, start in zip(processes, starts, strict=True)]
+
+
+def last_words(processes: Sequence[WorkerProcess]) -> list[str]:
+    """The words that errors quote of workers that hang: the last lines that they wrote, and their Python stacks."""
     none = "(none: the process does not react to signals; it may be stopped or in the kernel)"
-    return [process.tail() if process.stacks_since(start) else none for process, start in asked]
+    stacks = python_stacks(processes)
+    return [one.tail(stack) if stack else none for one, stack in zip(processes, stacks, strict=True)]
