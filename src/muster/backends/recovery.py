@@ -105,13 +105,13 @@ class Recovery:
                 truncates = not self._records["needs_reset"][env]
                 self._restart(env, _Restart(self.lost.pop(env), truncates, None), rebuilds=False)
 
-    def retry_failed(self) -> bool:
-        """Restarts the pending envs that have failed. False if none has.
+    def retry_failed(self, most: int | None = None) -> bool:
+        """Restarts the pending envs that have failed, `most` of them at a time. False if none has.
 
         If one of them raised KeyboardInterrupt, the caller's own Ctrl-C, raises that once all are restarted.
         """
         failed, interrupt = self._caller.failed(), None
-        for env in failed:
+        for env in failed[:most]:
             with self._backend.whole():
                 interrupt = self._retry(env, interrupt)
         if interrupt is not None:

@@ -27,6 +27,7 @@ from muster.transport.infos import InfoReader, Infos
 from muster.vector.checks import timeout_of
 
 _WATCH_S = 0.05
+_RESTARTS = 4  # at a time: the loop goes on between two
 _ROWS = "rows"
 
 
@@ -233,7 +234,9 @@ class Leases:
             return
         self._notify(True)
         try:
-            self._hand_over(envs, _recv_now(envs, self._reader))
+            if (batch := _recv_now(envs, self._reader)) is None:
+                self.loop.call_soon(self._take)
+            self._hand_over(envs, batch)
         except WaitTimeout:
             pass
         except MusterError as error:
@@ -317,7 +320,9 @@ class Leases:
 
 @verb
 def _recv_now(envs: Any, reader: InfoReader) -> Any:
-    """As `recv`, of the envs that are ready. Raises WaitTimeout."""
+    """As `recv`, of the envs that are ready; None where it has restarted some instead. Raises WaitTimeout."""
+    if envs._recovery is not None and envs._recovery.retry_failed(_RESTARTS):
+        return None
     envs._wait(1, 0.0, "recv")
     return envs._batch._make(envs._read(True, reader)[:6])
 
