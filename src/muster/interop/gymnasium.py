@@ -184,6 +184,7 @@ class AsyncVectorEnv(_DropIn):
         calls there count, too.
     on_failure, max_restarts, step_timeout: as for `muster.make_vec`: what raised, died or hung is an error, or with
         "restart" is replaced, and its episode ends truncated.
+    max_concurrent_starts: how many workers build their envs at the same time, as for `muster.make_vec`.
 
     No env is built in the calling process. `shared_memory` and `daemon` make no difference: observations are always
     shared, and workers never outlive the caller. `context`: None starts fresh processes instead of forking the caller.
@@ -205,7 +206,8 @@ class AsyncVectorEnv(_DropIn):
             return super().__new__(cls)
         if cls is not AsyncVectorEnv:
             raise WrongType(f"to use worker=, derive {cls.__name__} from gymnasium.vector.AsyncVectorEnv")
-        for name in ("num_workers", "worker_env", "worker_init", "on_failure", "max_restarts", "step_timeout"):
+        restarts = ("on_failure", "max_restarts", "max_concurrent_starts", "step_timeout")
+        for name in ("num_workers", "worker_env", "worker_init", *restarts):
             if kwargs.pop(name, None) is not None:
                 raise WrongType(f"a custom worker= runs on Gymnasium's own AsyncVectorEnv, which has no {name}")
         return GymnasiumsAsyncVectorEnv(tuple(env_fns), *args, **kwargs)
@@ -227,6 +229,7 @@ class AsyncVectorEnv(_DropIn):
         worker_init: WorkerInit = None,
         on_failure: str = "raise",
         max_restarts: int = 10,
+        max_concurrent_starts: int | None = None,
         step_timeout: float | None = None,
     ) -> None:
         self.env_fns = tuple(env_fns)
@@ -247,7 +250,7 @@ class AsyncVectorEnv(_DropIn):
         with originals_raised():
             recipes = [replace(one, permits=permits) for one in recipes_of(self.env_fns, ASYNC_VECTOR_ENV)]
             ways = ways_of(context, 1, worker_env, worker_init, original_forks=context is None)
-            limits = limits_of(on_failure, max_restarts, step_timeout)
+            limits = limits_of(on_failure, max_restarts, step_timeout, max_concurrent_starts)
             backend = processes(recipes, ways, limits, num_workers)
             self._start(backend, agree, _raise_last, _REWARD, limits.restarts)
 

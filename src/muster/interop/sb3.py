@@ -292,6 +292,7 @@ class SubprocVecEnv(MusterVecEnv):
         item: workers of SB3's class run it, too.
     on_failure, max_restarts, step_timeout: as for `muster.make_vec`: what raised, died or hung is an error, or with
         "restart" is replaced, and its episode ends truncated.
+    max_concurrent_starts: how many workers build their envs at the same time, as for `muster.make_vec`.
 
     `close` waits for a pending step, and for the envs to close, as long as these take, as SB3's does. After 5 s a line
     says which envs are still closing; Ctrl-C ends the wait.
@@ -316,13 +317,14 @@ class SubprocVecEnv(MusterVecEnv):
         worker_init: WorkerInit = None,
         on_failure: str = "raise",
         max_restarts: int = 10,
+        max_concurrent_starts: int | None = None,
         step_timeout: float | None = None,
     ) -> None:
         recipes = recipes_of(env_fns, SUBPROC_VEC_ENV, (of_gymnasium,))
         with originals_raised():
             preloads = (_PACKAGE,) if start_method in (None, "forkserver") and _refer_to_sb3(recipes) else ()
             ways = ways_of(start_method, 1, worker_env, worker_init, preloads=preloads)
-            limits = limits_of(on_failure, max_restarts, step_timeout)
+            limits = limits_of(on_failure, max_restarts, step_timeout, max_concurrent_starts)
             super().__init__(_Envs(processes(recipes, ways, limits, num_workers), limits.restarts))
 
 

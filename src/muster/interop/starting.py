@@ -66,10 +66,18 @@ def recipes_of(
     return recipes
 
 
-def limits_of(on_failure: str, max_restarts: int, step_timeout: float | None) -> Limits:
+def limits_of(
+    on_failure: str, max_restarts: int, step_timeout: float | None, max_concurrent_starts: int | None
+) -> Limits:
     """The limits of drop-ins that have these keywords; as the originals', their ``close`` waits for everything."""
-    own = {"step_timeout": step_timeout, "on_failure": on_failure, "max_restarts": max_restarts}
-    return Limits(**own, nouns=RESTARTING, closing=FOR_EVER)  # type: ignore[arg-type]  # checks them itself
+    return Limits(
+        step_timeout=step_timeout,
+        on_failure=on_failure,
+        max_restarts=max_restarts,
+        max_concurrent_starts=max_concurrent_starts,
+        nouns=RESTARTING,
+        closing=FOR_EVER,
+    )
 
 
 def processes(

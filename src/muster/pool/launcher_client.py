@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from muster._core import set_death_signal, set_process_name
 from muster.pickling.interrupts import Uninterrupted, new_in_child
 from muster.pickling.main_module import Init
-from muster.pool.environment import Surroundings, search_path
+from muster.pool.environment import Surroundings, changed, changes_of, search_path
 from muster.pool.launcher import HEADER, fill_standard_fds, lead, leave_terminal, python_command
 from muster.pool.set_up import Processes
 from muster.pool.worker import main
@@ -236,6 +237,14 @@ def standard_fds() -> Iterator[None]:
     finally:
         for fd in held:
             os.close(fd)
+
+
+def surroundings_of(options: Processes, count: int) -> list[Surroundings]:
+    """The surroundings in which each worker starts. Raises ConfigError."""
+    around = Surroundings.here()
+    forks = options.context == "fork"
+    environ = around.environ if forks else worker_environment(around.environ, options.threads, options.hash_seed)
+    return [replace(around, environ=changed(environ, changes)) for changes in changes_of(options.worker_env, count)]
 
 
 def worker_environment(environ: Mapping[str, str], threads: int, hash_seed: int | None = None) -> dict[str, str]:

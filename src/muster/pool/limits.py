@@ -73,6 +73,7 @@ class Limits:
     start_timeout: seconds for a worker until its resident is built.  step_timeout: for an answer, None without a limit.
     close_timeout: for each env's own ``close()``, None without a limit.  on_failure: "raise" or "restart".
     max_restarts: within a minute, of what is in one place.  nouns: for these options in errors.
+    max_concurrent_starts: workers that build at the same time, None for all.
     closing: what holds in the place of `close_timeout`, for front ends that close as others do.
     Raises ConfigError.
     """
@@ -84,6 +85,7 @@ class Limits:
     max_restarts: int = 10
     nouns: Nouns = NOUNS
     closing: CloseLimits | None = None
+    max_concurrent_starts: int | None = None
 
     def __post_init__(self) -> None:
         one_of("on_failure", self.on_failure, ("raise", "restart"))
@@ -91,6 +93,8 @@ class Limits:
         if self.step_timeout is not None:
             seconds(self.nouns.step_timeout, self.step_timeout)
         whole("max_restarts", self.max_restarts, 0)
+        if self.max_concurrent_starts is not None:
+            whole("max_concurrent_starts", self.max_concurrent_starts, 1)
         self.close()
 
     @property

@@ -49,12 +49,12 @@ class StartNotice:
         self._due = time.monotonic() + _QUICK_S
         self._is_silent = _UNSAID.get() or not _has_terminal()
 
-    def check(self) -> None:
-        """Says it if it is time."""
+    def check(self, more: Callable[[], str] = str) -> None:
+        """Says it if it is time. more: gives a sentence, or nothing, that follows."""
         if self._is_silent or time.monotonic() < self._due:
             return
         self._is_silent = True
-        say(self._doing)
+        say(f"{self._doing}.{said}" if (said := more()) else self._doing)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from muster.pool.deaths import NOUNS, Nouns, is_from_outside, likely_cause
 from muster.pool.environment import Surroundings
 from muster.pool.launcher_client import LauncherOfPool
 from muster.pool.limits import Limit
-from muster.pool.messages import Inherited, Post, Question, StartOrder, message_of
+from muster.pool.messages import Inherited, Message, Post, Question, StartOrder, message_of
 from muster.pool.resources import Usage, usage_of
 from muster.pool.watch import Activity
 from muster.pool.worker_process import (
@@ -141,6 +141,7 @@ class Place(Owing):
     """The worker in one place, the channel to it, and what it owes.
 
     starting_until: the deadline of a worker that is still starting; None once it is ready.
+    awaits_turn: whether it has not begun to build its resident, since others do; its time has not begun then.
     replaces: why it was started, where another was here before.  outbox: messages that wait until it is ready.
     facts: what it has said at its start.  failed: why the start of all fails.  tries: how many workers there were here.
     """
@@ -154,6 +155,8 @@ class Place(Owing):
     nouns: Nouns = NOUNS
     replaces: str = ""
     starting_until: float | None = None
+    start_limit_s: float = 0.0
+    awaits_turn: bool = False
     outbox: deque[tuple[type[Post | Question], bytes]] = field(default_factory=deque)
     is_unpacking: bool = False
     launched_at: float = field(default_factory=time.monotonic)
@@ -177,6 +180,11 @@ class Place(Owing):
     def building(self) -> str:
         """The activity, in words, of a worker that is still starting."""
         return f"{self.nouns.building} for {time.monotonic() - self.launched_at:.3g} s"
+
+    def begins_to_build(self, limit_s: float) -> None:
+        """Notes that its time for that begins."""
+        self.awaits_turn, self.start_limit_s, self.launched_at = False, limit_s, time.monotonic()
+        self.starting_until = watched_s() + limit_s
 
     def is_ready(self, facts: Any) -> None:
         """Notes that its resident is built."""
@@ -210,7 +218,7 @@ class Place(Owing):
     def start_left_s(self) -> float:
         """Seconds that its worker, which is still starting, has left; not below 0."""
         assert self.starting_until is not None
-        return max(0.0, self.starting_until - watched_s())
+        return math.inf if self.awaits_turn else max(0.0, self.starting_until - watched_s())
 
     def died(self, doing: str) -> WorkerDied:
         """The error that reports the worker's death. doing: its last activity, in words."""
@@ -219,10 +227,23 @@ class Place(Owing):
         dying = self.nouns.dying[self.index] if self.nouns.dying and not is_from_outside(exit_code) else ""
         return WorkerDied(self.name, doing, exit_code, likely_cause(exit_code), self.process.tail(), hint=dying)
 
-    def timed_out(self, doing: str, limit: str, elapsed_s: float) -> WorkerTimeout:
+    def timed_out(self, doing: str, limit: str, elapsed_s: float, more: str = "") -> WorkerTimeout:
         """The error that reports that the worker hangs, with its Python stack. Does not kill the worker."""
         [words] = last_words([self.process])
-        return WorkerTimeout(self.name, doing, limit, elapsed_s, words, self.rebuilding)
+        return WorkerTimeout(self.name, doing, limit, elapsed_s, words, self.rebuilding + more)
+
+    def too_slow(self, more: str = "") -> WorkerTimeout:
+        """The error that reports that the worker has not built its resident in time. more: a sentence."""
+        building, limit_s = self.nouns.building, self.start_limit_s
+        return self.timed_out(building, f"{self.nouns.start_limit(limit_s)}, {building}", limit_s, more)
+
+    def send_at_start(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Sends a worker that starts a message. Raises WorkerTimeout."""
+        with contextlib.suppress(ChannelClosed):  # the worker has died; the wait for its answer will report that
+            try:
+                self.channel.send(message, self.start_left_s(), fds)
+            except TimeoutError:
+                raise self.too_slow() from None
 
     def stack_lines(self) -> list[str]:
         [stacks] = python_stacks([self.process])
@@ -286,9 +307,12 @@ class Starting:
     """The things that only the start of a pool needs, and that of its replacements.
 
     surroundings: by place.  reports: of the first worker's building.  fails_at: when the start fails at the latest.
-    about: the fd of the pool's about file.
+    about: the fd of the pool's about file.  most: workers that may build at the same time, None for all.
+    is_first_alone: whether the others still wait for what the memory is that the first one takes.
     """
 
+    most: int | None = None
+    is_first_alone: bool = False
     orders: list[StartOrder] = field(default_factory=list)
     surroundings: Sequence[Surroundings] = ()
     launcher: LauncherOfPool | None = None
@@ -309,13 +333,24 @@ class Starting:
         if errors and (errors[0] is starting[0].failed or watched_s() > self.fails_at):
             raise errors[0]
 
+    @property
+    def in_turns(self) -> bool:
+        """True if workers begin to build once they are sent `Build`."""
+        return self.is_first_alone or self.most is not None
+
+    def next_to_build(self, places: Sequence[Place]) -> list[Place]:
+        """The places where workers may begin to build now, in their order."""
+        builds = sum(place.starts and place.failed is None and not place.awaits_turn for place in places)
+        most = 1 if self.is_first_alone else self.most or len(places)
+        return [place for place in places if place.awaits_turn][: max(0, most - builds)]
+
     def order_of(
         self, index: int, content: bytes | None = None, info: WorkerInfo | None = None
     ) -> tuple[StartOrder, list[int]]:
         """The order for a place, and the fds to send with it. content, info: of who comes after its first worker."""
         order = self.orders[index]
         if content is not None and info is not None:
-            order = replace(order, plan=content, info=info, is_judged=False, awaits_build=False)
+            order = replace(order, plan=content, info=info, is_judged=False, awaits_build=self.in_turns)
         if self.inheritance is None:
             return order, []
         inherited, fds = self.inheritance.of(index)

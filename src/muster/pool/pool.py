@@ -11,7 +11,6 @@ pool starts the workers, addresses them, watches them, replaces and closes them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,7 @@ from muster.pickling.interrupts import Uninterrupted
 from muster.pool.about import about_pool
 from muster.pool.closing import ClosingPlaces, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
-from muster.pool.environment import Surroundings, changed, changes_of
-from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds, worker_environment
+from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds, surroundings_of
 from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
 from muster.pool.logs import LogInbox, hand_over, hand_over_waits
 from muster.pool.messages import (
@@ -32,7 +30,6 @@ from muster.pool.messages import (
     Build,
     Close,
     Failed,
-    Message,
     Post,
     Progress,
     Question,
@@ -50,7 +47,7 @@ from muster.pool.verbs import SLICE_S, Answered, BasePool, Hooks, Lost, Successo
 from muster.pool.watch import activity_in
 from muster.pool.worker_process import Poller, close_own, last_words, open_files
 from muster.transport.big_arrays import BigArrays
-from muster.transport.channel import Channel, ChannelClosed, frame, watched_s
+from muster.transport.channel import Channel, ChannelClosed, frame
 from muster.transport.mail import dumps
 
 # Each stands before its content, which was sealed once for several places.
@@ -90,7 +87,7 @@ class Pool(BasePool[Place]):
         self._take_logs = hand_over_waits if processes.are_apart else take_logs
         self._own_files: dict[str, int] = {}
         self._log_inbox: LogInbox | None = None
-        self._starting = Starting()
+        self._starting = Starting(most=limits.max_concurrent_starts)
         self._started = False
         self._polled, self._poller = list[Place](), Poller()
 
@@ -103,12 +100,12 @@ class Pool(BasePool[Place]):
         Raises what building raised, for the first worker that failed, WorkerDied, WorkerTimeout, NotEnoughMemory.
         """
         try:
-            at_once = judge is None or judge.has_room
-            self._launch_all(is_judged=judge is not None, at_once=at_once)
-            if judge is not None and not at_once:
+            self._starting.is_first_alone = judge is not None and not judge.has_room
+            self._launch_all(is_judged=judge is not None)
+            if judge is not None and self._starting.is_first_alone:
                 self._await(lambda place: judge.others_begin or not place.starts, judge, 1)
-                for place in [one for one in self._places[1:] if not one.replaces]:
-                    self._send_at_start(place, Build())
+                self._starting.is_first_alone = False
+                self._let_build()
             if meanwhile is not None:
                 meanwhile()
             self._await(lambda place: not place.starts, judge)
@@ -121,20 +118,14 @@ class Pool(BasePool[Place]):
             raise
         return [place.facts for place in self._places]
 
-    def _launch_all(self, *, is_judged: bool, at_once: bool) -> None:
+    def _launch_all(self, *, is_judged: bool) -> None:
         refuse_while_script_runs()
         options, starting = self._options, self._starting
         self._notice, forks = StartNotice(self._nouns.starting), options.context == "fork"
         self._number(self.plans)
-        around = Surroundings.here()
-        environ = around.environ if forks else worker_environment(around.environ, options.threads, options.hash_seed)
-        starting.surroundings = [
-            dataclasses.replace(around, environ=changed(environ, changes))
-            for changes in changes_of(options.worker_env, len(self.plans))
-        ]
+        starting.surroundings = surroundings_of(options, len(self.plans))
         set_up = None if forks else options.set_up or SetUp.of_this_process(options.init)
         pickles = [b"" if forks else dumps(plan.content) for plan in self.plans]
-        began = watched_s()
         with Uninterrupted(), standard_fds():
             starting.inheritance = None if forks else Inheritance([plan.fds for plan in self.plans])
             open_files(self._own_files, "arrays", "logs", "activity")
@@ -152,7 +143,7 @@ class Pool(BasePool[Place]):
                 set_up=set_up,
                 big_arrays=starting.big_arrays.places[index],
                 is_judged=is_judged and index == 0,
-                awaits_build=not at_once and index > 0,
+                awaits_build=starting.in_turns,
                 place=index,
             )
             starting.orders.append(order)
@@ -163,11 +154,13 @@ class Pool(BasePool[Place]):
             self._notice.check()
             with Uninterrupted():
                 place = self._launch(index, plan.content)
-                place.starting_until = began + self._limits.start_timeout
+                place.begins_to_build(self._limits.start_timeout)
                 self._places.append(place)
                 self._require_place(place)
         for place in self._places:
-            self._send_at_start(place, *self._starting.order_of(place.index))
+            place.send_at_start(*self._starting.order_of(place.index))
+            place.awaits_turn = starting.in_turns
+        self._let_build()
 
     def _launch(self, index: int, content: Any) -> Place:
         plan, starting = self.plans[index], self._starting
@@ -193,19 +186,24 @@ class Pool(BasePool[Place]):
         to = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
         return Place(index, name, plan.parts, process, to, activity, self._nouns)
 
-    def _send_at_start(self, place: Place, message: Message, fds: Sequence[int] = ()) -> None:
-        with contextlib.suppress(ChannelClosed):  # the worker has died; the wait for its answer will report that
-            try:
-                place.channel.send(message, place.start_left_s(), fds)
-            except TimeoutError:
-                raise self._too_slow(place) from None
+    def _let_build(self) -> None:
+        """Has the workers build whose turn has come."""
+        for place in self._starting.next_to_build(self._places):
+            place.begins_to_build(self._limits.start_timeout)
+            place.send_at_start(Build())
+
+    def _turns(self) -> str:
+        """The sentence about workers that wait for others to build; empty where none does."""
+        waiting = sum(place.awaits_turn for place in self._places)
+        done = sum(not place.starts for place in self._places)
+        return f" {done} of {len(self._places)} are done, and {waiting} wait for their turn." if waiting else ""
 
     def _await(self, is_done: Callable[[Place], bool], judge: MemoryPlan | None, count: int | None = None) -> None:
         """Waits until the first `count` places, or all, are done with a part of their start; raises once one fails."""
         while owed := [place for place in self._places[:count] if not is_done(place)]:
             heard = self._listen(min(SLICE_S, *(place.start_left_s() for place in owed)))
             self._starting.raise_failed(self._places)
-            self._notice.check()
+            self._notice.check(self._turns)
             self.deliver_logs()
             if judge is not None:
                 judge.look(self._starting.reports)
@@ -214,12 +212,8 @@ class Pool(BasePool[Place]):
             late = next((place for place in owed if place.failed is None and place.start_left_s() == 0.0), None)
             if late is not None:
                 with self.whole():
-                    self._lose(late, self._too_slow(late))
+                    self._lose(late, late.too_slow(self._turns()))
             self._look(owed)
-
-    def _too_slow(self, place: Place) -> Exception:
-        limit_s, building = self._limits.start_timeout, self._nouns.building
-        return place.timed_out(building, f"{self._nouns.start_limit(limit_s)}, {building}", limit_s)
 
     # ---- messages
 
@@ -265,6 +259,8 @@ class Pool(BasePool[Place]):
                 is_here = self._places[place.index] is place and place.failed is None
                 if is_here and (ending or (place.outbox and not place.starts)):
                     self._settle(place, ending)
+            if self._starting.in_turns:
+                self._let_build()
 
     def _hear(self, place: Place, has_ended: bool) -> _Ending | None:
         """Takes the messages of one worker; returns what costs it its place, if anything."""
@@ -319,7 +315,7 @@ class Pool(BasePool[Place]):
             if place.starts:
                 if place.start_left_s() == 0.0:
                     with self.whole():
-                        self._lose(place, self._too_slow(place))
+                        self._lose(place, place.too_slow(self._turns()))
             elif (limit := place.asked and place.asked.limit) and (elapsed_s := place.owes_since()) > limit.s:
                 self.lose(place.index, limit.words, elapsed_s)
         self.deliver_logs()
@@ -358,7 +354,8 @@ class Pool(BasePool[Place]):
         if not place.starts:
             return self._nouns.patience + shown
         limit = self._nouns.start_limit(self._limits.start_timeout)
-        return (f" It may go on until {limit}." if self._nouns.start_timeout else "") + shown + place.rebuilding
+        until = f" It may go on until {limit}." if self._nouns.start_timeout else ""
+        return until + self._turns() + shown + place.rebuilding
 
     def _doing(self, place: Place) -> str:
         return place.building if place.starts else super()._doing(place)
@@ -416,11 +413,13 @@ class Pool(BasePool[Place]):
         place = self._places[index] = self._launch(index, successor.content)
         self._require_place(place)
         place.replaces, place.tries = reason, old.tries + 1
-        place.starting_until = watched_s() + self._limits.start_timeout
+        place.begins_to_build(self._limits.start_timeout)
         place.outbox.extend((Post, self.sealed(message)) for message in successor.messages)
         content = b"" if self._options.context == "fork" else dumps(successor.content)
         with contextlib.suppress(WorkerTimeout):  # the watch over its start reports that, as it does all losses
-            self._send_at_start(place, *self._starting.order_of(index, content, self.plans[index].next_info()))
+            place.send_at_start(*self._starting.order_of(index, content, self.plans[index].next_info()))
+            place.awaits_turn = self._starting.in_turns
+            self._let_build()
 
     def _require_place(self, place: Place) -> None:
         """Raises ClosedError where another thread has closed the pool, and did not know of this worker."""

@@ -79,6 +79,7 @@ class MultiCollector(BatchSource):
         RuntimeWarning.
     max_restarts: how often within a minute one collector's envs may raise, or the collector may be replaced, before an
         error is raised after all.
+    max_concurrent_starts: how many collectors, on each node, build their envs at the same time, see `make_vec`.
     collect_timeout: seconds that a collector may take for a batch, with the resets in it, before it is killed.
     cluster: None for collectors on this machine; a `muster.RayCluster`, or "ray" for its defaults, for collectors on
         the nodes of a Ray cluster, split between them in the order of their indices. Batches are those of home. A node
@@ -134,6 +135,7 @@ class MultiCollector(BatchSource):
         close_timeout: float | None = CLOSE_S,
         on_failure: str = "raise",
         max_restarts: int = 10,
+        max_concurrent_starts: int | None = None,
         threads_per_collector: int = 1,
         cluster: RayCluster | Engine | str | None = None,
     ) -> None:
@@ -153,7 +155,10 @@ class MultiCollector(BatchSource):
         self.policy = policy
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
         self._num_collectors = num_collectors = whole("num_collectors", num_collectors, 1)
-        limits = Limits(start_timeout, collect_timeout, close_timeout, on_failure, max_restarts, collector_nouns(()))
+        limits = Limits(
+            *(start_timeout, collect_timeout, close_timeout, on_failure, max_restarts, collector_nouns(())),
+            max_concurrent_starts=max_concurrent_starts,
+        )
         processes = Processes(context, threads_per_collector, worker="collector")
         recipes = _understood(envs, num_envs, num_collectors, make_vec_options, far=cluster is not None)
         how = sync, limits, _with_users(processes, num_collectors, make_vec_options or {})

@@ -55,6 +55,7 @@ def make_vec(
     close_timeout: float | None = CLOSE_S,
     on_failure: str = "raise",
     max_restarts: int = 10,
+    max_concurrent_starts: int | None = None,
     check_finite: bool = False,
     threads_per_worker: int = 1,
     groups: Mapping[Any, str] | None = None,
@@ -111,6 +112,9 @@ def make_vec(
         new env; where that fails, the reason and a RuntimeWarning say so. Ends of pipes in `env_kwargs` then stay open,
         for replacements, until `close`.
     max_restarts: how often one worker may fail within a minute before its failure is an error after all.
+    max_concurrent_starts: how many workers build their envs at the same time, for simulators whose starts are in each
+        other's way: the next one begins once one is ready, in the order of their indices, and `start_timeout` counts
+        from its own turn. Workers that replace others take turns, too. None for all at once.
     check_finite: raise on NaN or infinity in observations and rewards.
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker, where the environment does not say
         it (``OMP_NUM_THREADS``).
@@ -152,7 +156,10 @@ def make_vec(
     mode = _autoreset_mode(autoreset_mode)
     one_of("observation_mode", observation_mode, ("same", "different"))
     one_of("memory_check", memory_check, MEMORY_CHECKS)
-    limits = Limits(start_timeout, step_timeout, close_timeout, on_failure, max_restarts)
+    limits = Limits(
+        *(start_timeout, step_timeout, close_timeout, on_failure, max_restarts),
+        max_concurrent_starts=max_concurrent_starts,
+    )
     copy, check_finite, concurrent = flags(copy=copy, check_finite=check_finite, concurrent=concurrent)
     processes = Processes(context, threads_per_worker, worker_env, concurrent=concurrent)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
@@ -171,6 +178,7 @@ def make_vec(
             "step_timeout": step_timeout,
             "num_workers": AUTO if num_workers == AUTO else None,
             "worker_env": worker_env,
+            "max_concurrent_starts": max_concurrent_starts,
         }
         if name := next((name for name, value in unfit.items() if value not in (None, False)), None):
             expected = f"left out with the {backend} backend, which has no worker processes"
