@@ -173,12 +173,6 @@ class Caller {
     }
   }
 
-  // Raises where an env still owes an answer.
-  void require_answered(uint32_t env) const {
-    if (!pending_.at(env)) return;
-    raise("PendingError", "env " + std::to_string(env) + " still owes an answer to an earlier call; take it with recv()");
-  }
-
   void announce_message(uint32_t host) {
     HostRecord& to = slab_.hosts[host];
     to.messages.store(to.messages.load(std::memory_order_relaxed) + 1, std::memory_order_release);
@@ -324,8 +318,8 @@ class Caller {
   }
 
   void require_ready(uint32_t env) const {
-    require_answered(env);
     const std::string name = "env " + std::to_string(env);
+    if (pending_[env]) raise("PendingError", name + " still owes an answer to an earlier call; take it with recv()");
     if (!started_[env]) raise("UsageError", name + " has not been reset; call reset() first");
     if (must_reset_ && slab_.records[env].needs_reset)
       raise("UsageError", name + " has ended its episode and autoreset_mode is \"disabled\"; call "

@@ -289,9 +289,13 @@ void bind_stepper(nb::module_& m) {
       .def("begin_step", &Stepper::begin_step)
       .def("finish_step", &Stepper::finish_step, nb::arg(), "result"_a.none())
       .def("finish_reset", &Stepper::finish_reset, nb::arg(), "result"_a.none(), "final_objects"_a.none())
-      .def("begins", [](Stepper& self, uint32_t i, uint32_t doing) { self.begins(i, Doing(doing)); })
-      .def("ends", &Stepper::ends)
-      .def("blames", &Stepper::blames)
+      .def("overlaps", [](Stepper& self, uint32_t count, uint32_t doing, uint32_t i, uint64_t since) {
+        self.overlaps(count, Doing(doing), i, since);
+      })
+      .def("shows", [](Stepper& self, uint32_t doing, uint32_t i, uint64_t since) {
+        self.shows(Doing(doing), i, since);
+      })
+      .def("take_seed", &Stepper::take_seed)
       .def("beat", &Stepper::beat, "blocked"_a, "left_behind"_a)
       .def("describe_schemas", &Stepper::describe_schemas);
 }
@@ -314,7 +318,6 @@ void bind_caller(nb::module_& m) {
       .def("write", &Caller::write, "actions"_a.none(), "env_ids"_a.none())
       .def("send", &Caller::send, "env_ids"_a.none(), "objects"_a, "as_whole"_a, "copies"_a)
       .def("request_resets", &Caller::request_resets)
-      .def("require_answered", &Caller::require_answered)
       .def("announce_message", &Caller::announce_message)
       .def("notify", &Caller::notify)
       .def("wait", &Caller::wait, "min_envs"_a, "slice_ns"_a)

@@ -148,13 +148,13 @@ class Stepper {
 
   // The envs that are to be stepped; each request is reported once.
   Ref take_requested() {
-    overlap_.resize(num_envs());
+    taken_.resize(num_envs());
     Ref taken = checked(PyList_New(0));
     for (uint32_t i = 0; i < num_envs(); ++i) {
       EnvRecord& record = slab_.records[first_env_ + i];
       const uint32_t request = record.requested.load(std::memory_order_acquire);
-      if (!record.is_requested() || record.command == Command::kReset || overlap_[i].request == request) continue;
-      overlap_[i].request = request;
+      if (!record.is_requested() || record.command == Command::kReset || taken_[i] == request) continue;
+      taken_[i] = request;
       check(PyList_Append(taken.get(), checked(PyLong_FromUnsignedLong(i)).get()));
     }
     return taken;
@@ -192,29 +192,21 @@ class Stepper {
     });
   }
 
-  // Notes that env i is in its own code from now on. The host is in that which began first.
-  void begins(uint32_t i, Doing doing) {
-    overlap_.resize(num_envs());
-    overlap_[i].doing = doing;
-    overlap_[i].since = spend();
-    if (++num_in_code_ == 1) own_.begin(doing, first_env_ + i, overlap_[i].since);
-  }
-
-  void ends(uint32_t i) {
+  // Notes that `count` envs are in their own code from now on, of which env i has been in it for longest.
+  void overlaps(uint32_t count, Doing doing, uint32_t i, uint64_t since) {
     spend();
-    overlap_[i].doing = Doing::kNothing;
-    --num_in_code_;
-    if (own_.doing_env.load(std::memory_order_relaxed) != first_env_ + i) return;
-    uint32_t first = i;
-    for (uint32_t k = 0; k < num_envs(); ++k)
-      if (overlap_[k].doing != Doing::kNothing &&
-          (overlap_[first].doing == Doing::kNothing || overlap_[k].since < overlap_[first].since))
-        first = k;
-    own_.begin(overlap_[first].doing, first_env_ + first, overlap_[first].since);
+    num_in_code_ = count;
+    shows(doing, i, since);
   }
 
-  // Says that the host is in env i, which keeps the others.
-  void blames(uint32_t i) { own_.begin(overlap_[i].doing, first_env_ + i, overlap_[i].since); }
+  // Says that the host is in env i, as it keeps the others.
+  void shows(Doing doing, uint32_t i, uint64_t since) { own_.begin(doing, first_env_ + i, since); }
+
+  // Returns the seed for the next reset of an env that was built again, once; else None.
+  Ref take_seed(uint32_t i) {
+    Ref seed = std::move(next_seeds_[i]);
+    return seed ? std::move(seed) : Ref::borrow(Py_None);
+  }
 
   // Notes a turn of the loop that steps the envs. blocked: ticks for which one of them has kept it.
   void beat(uint64_t blocked, uint32_t left_behind) {
@@ -263,7 +255,7 @@ class Stepper {
     } catch (const PythonError&) {
       report(i, record);
     }
-    if (overlap_.empty()) {
+    if (taken_.empty()) {
       const uint64_t in_env = own_.ticks_in_env.load(std::memory_order_relaxed) - in_env_before;
       bump(own_.ticks_copying, ticks() - start - in_env);
       own_.doing.store(Doing::kNothing, std::memory_order_relaxed);
@@ -285,13 +277,12 @@ class Stepper {
     running_ = around_;
   }
 
-  // Accounts for the time since the last call, for a host that steps its envs at the same time. Returns the time.
-  uint64_t spend() {
+  // Accounts for the time since the last call, for a host that steps its envs at the same time.
+  void spend() {
     const uint64_t now = ticks(), spent = spent_until_ ? now - std::exchange(spent_until_, now) : 0;
     spent_until_ = now;
     bump(num_in_code_ ? own_.ticks_in_env : own_.ticks_waiting, spent);
     bump(own_.ticks_of_envs, spent * num_in_code_);
-    return now;
   }
 
   // next_step: the last step ended the episode.  same_step: the reset that belonged to the last step has failed.
@@ -471,13 +462,8 @@ class Stepper {
   Ref seed_keyword_;
   Ref objects_;
   Ref final_objects_;
-  struct Overlapping {
-    Doing doing = Doing::kNothing;
-    uint32_t request = 0;  // the last one that was taken
-    uint64_t since = 0;
-  };
-  std::vector<Overlapping> overlap_;  // by env, of a host that steps its envs at the same time; else empty
-  uint32_t num_in_code_ = 0;          // of those
+  std::vector<uint32_t> taken_;  // the last request of each env, of a host that steps its envs at the same time; else empty
+  uint32_t num_in_code_ = 0;     // of those
   uint64_t spent_until_ = 0;
   Ref interrupt_;  // the Ctrl-C of an env, while envs are stepped or reset
   inline static thread_local Running running_{};

@@ -63,7 +63,7 @@ def facts_of(env: Any) -> EnvFacts:
 
 
 def is_awaited(env: Any) -> bool:
-    """True if the env, or its class, has coroutine functions. Raises RecipeError where that is one of two."""
+    """True if the env has coroutine functions. Raises RecipeError where that is one of two."""
     while isinstance(env, Wrapper) and type(env).step in _PASSES_ON:
         env = env.env
     outer = env
@@ -82,13 +82,14 @@ def is_awaited(env: Any) -> bool:
     for name, method in (("step", step), ("reset", reset)):
         if inspect.isasyncgenfunction(method):
             raise RecipeError(
-                f"{_named(env)}.{name} is an async generator. Make it a coroutine function: return the result, and "
-                "yield nothing"
+                f"{type(env).__qualname__}.{name} is an async generator. Make it a coroutine function: return the "
+                "result, and yield nothing"
             )
     if steps != resets:
         awaited, plain = ("step", "reset") if steps else ("reset", "step")
         raise RecipeError(
-            f"{_named(env)}.{awaited} is a coroutine function, and {plain} is none. Write `async def {plain}`, too"
+            f"{type(env).__qualname__}.{awaited} is a coroutine function, and {plain} is none. Write "
+            f"`async def {plain}`, too"
         )
     return steps
 
@@ -106,10 +107,6 @@ def _inner(env: Any) -> Any:
     if type(env).__module__.startswith("muster.interop.torchrl."):
         return getattr(env, "env", None)
     return getattr(env, "_env", None) if type(env).__module__.startswith("torchrl.") else None
-
-
-def _named(env: Any) -> str:
-    return env.__qualname__ if isinstance(env, type) else type(env).__qualname__
 
 
 def _spec_of(env: Any) -> EnvSpec | None:

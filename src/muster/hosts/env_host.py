@@ -139,9 +139,7 @@ class EnvHost:
         self._schemas_mailed = self._schema_mail_end = 0
         self._host = host
         self._misfits = [self._misfit(i, env) for i, env in enumerate(self.envs)]
-        limited = any(recipe.permits is not None for recipe in self.recipes)
-        indirect = limited or self.way.is_indirect
-        self._stepped = [self._to_step(i) for i in range(len(self.envs))] if indirect else self.envs
+        self._stepped = [self._to_step(i) for i in range(len(self.envs))]
         self.stepper = Stepper(
             slab=slab.layout,
             host=host,
@@ -157,7 +155,6 @@ class EnvHost:
             env_host=self,
             wait_budget=options.wait_budget,
         )
-        self.way.attach(self)
 
     def _to_step(self, i: int) -> Any:
         env, permits = self.way.to_step(self, i), self.recipes[i].permits
@@ -319,7 +316,6 @@ class EnvHost:
         if restart.resets_now:
             self.way.reset_env(self, i, restart.seed, restart.options, True)
         else:
-            self.way.seed_next(i, restart.seed)
             self.stepper.acknowledge(i)
         return None
 
@@ -398,9 +394,8 @@ class EnvHost:
             return built.env.close()
 
         yield from self.way.settle(i)
-        error: BaseException | None = None
-        if not self.way.has_left(i):
-            _, error = yield from self.way.within(self, i, doing, close)
+        error: BaseException | None
+        _, error = yield from self.way.within(self, i, doing, close)
         with worker_info_context(self.info_of(i)):
             built.release(_RELEASE_TIMEOUT_S)
         return error

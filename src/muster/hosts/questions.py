@@ -287,11 +287,10 @@ class CalledHost(Protocol):
 class InTurn:
     """One env after the other, in the thread that asks.
 
-    is_indirect: whether the core steps what `to_step` returns, instead of the envs.
     closes_together: whether the closes of all envs are reported as one.
     """
 
-    is_indirect = closes_together = False
+    closes_together = False
 
     def run(self, deed: Deed[T]) -> T:
         """The result of a deed, which in turn waits for nothing."""
@@ -323,25 +322,15 @@ class InTurn:
         """The object that the core steps for env i."""
         return host.envs[i]
 
-    def attach(self, host: CalledHost) -> None:
-        """Prepares for steps."""
-
     def reset_env(
         self, host: CalledHost, i: int, seed: Any, options: Any, passes_options: bool
     ) -> BaseException | None:
         """Resets env i, or begins to; its row is the answer. Returns the Ctrl-C with which that has ended."""
         return host.stepper.reset_env(i, seed, options, passes_options)
 
-    def seed_next(self, i: int, seed: int | None) -> None:
-        """Takes the seed for the next reset of an env that was built again, which the core has, too."""
-
     def restart(self, deed: Deed[None]) -> None:
         """Carries out a restart, or begins to."""
         self.run(deed)
-
-    def has_left(self, i: int) -> bool:
-        """True if code of env i was left behind, and nothing may be called before it is built again."""
-        return False
 
     def stop(self, host: CalledHost) -> Any:
         """A deed: ends what envs are in, since they are closed next."""

@@ -44,8 +44,6 @@ _END_S = 1.0
 class InLoop(InTurn):
     """One coroutine env after the other, in a loop with a thread of its own: the thread that asks may have one."""
 
-    is_indirect = True
-
     def __init__(self) -> None:
         self._loop, self._ends = asyncio.new_event_loop(), False
         self._thread = threading.Thread(target=self._run, name="muster-loop", daemon=True)
@@ -136,7 +134,6 @@ class Waiting(InTurn):
         self._codes: dict[int, _Code] = {}  # by env, in the order in which they began
         self._left: dict[int, UsageError] = {}  # by env, until that is built again
         self._still_run = 0  # of those that were left behind
-        self._seeds: dict[int, int | None] = {}
         # By env, what it is asked again where nobody else remembers that.
         self._again: dict[int, dict[Any, EnvQuestion]] = collections.defaultdict(dict)
         self._deeds: set[asyncio.Task[None]] = set()
@@ -175,10 +172,6 @@ class Waiting(InTurn):
         if question.key is not None:
             self._again[i][type(question), question.key] = question
 
-    def attach(self, host: CalledHost) -> None:
-        self._bell = threading.Thread(target=self._listen, args=(host,), name="muster-bell", daemon=True)
-        self._bell.start()
-
     def reset_env(
         self, host: CalledHost, i: int, seed: Any, options: Any, passes_options: bool
     ) -> BaseException | None:
@@ -195,9 +188,6 @@ class Waiting(InTurn):
             return host.stepper.refuse(i, error)
         return self._reset(host, i, None, arguments)
 
-    def seed_next(self, i: int, seed: int | None) -> None:
-        self._seeds[i] = seed
-
     def restart(self, deed: Deed[None]) -> None:
         task = self._loop.create_task(_task(deed))
         self._deeds.add(task)
@@ -208,12 +198,12 @@ class Waiting(InTurn):
         if not deed.cancelled() and (error := deed.exception()) is not None:
             self._fails(error)
 
-    def has_left(self, i: int) -> bool:
-        return i in self._left
-
     # ---- steps
 
     def until_message(self, host: CalledHost) -> None:
+        if self._bell is None:
+            self._bell = threading.Thread(target=self._listen, args=(host,), name="muster-bell", daemon=True)
+            self._bell.start()
         self.run(self._until_message(host))
 
     async def _until_message(self, host: CalledHost) -> None:
@@ -247,7 +237,7 @@ class Waiting(InTurn):
         return None if final_objects is None else self._reset(host, i, final_objects, {})
 
     def _reset(self, host: CalledHost, i: int, final_objects: list[Any] | None, arguments: dict[str, Any]) -> None:
-        next_seed, env = self._seeds.pop(i, None), host.envs[i]
+        next_seed, env = host.stepper.take_seed(i), host.envs[i]
         if next_seed is not None and arguments.get("seed") is None:
             arguments = {"options": None, **arguments, "seed": next_seed}
 
@@ -266,12 +256,9 @@ class Waiting(InTurn):
     ) -> None:
         """Begins a call of env i's code; `done` takes the outcome, or that it was left behind."""
         if i in self._left and doing != Doing.BUILDING:
-            return done((None, self._left[i]))
+            return done((None, self._left[i] if doing != Doing.NOTHING else None))
         code = self._codes[i] = _Code(i, doing, done)
-        if self._bell is None:
-            host.activity.put(doing, host.first_env + i)
-        else:
-            host.stepper.begins(i, doing)
+        self._show(host)
         if doing == Doing.BUILDING and is_awaited_class(host.recipes[i].factory):
             self._in_loop.add(i)
         if not self._has_threads or i in self._in_loop:
@@ -300,13 +287,13 @@ class Waiting(InTurn):
         self._end(host, code, await awaited(function))
 
     def _end(self, host: CalledHost, code: _Code, outcome: Outcome) -> None:
-        self._still_run -= code.is_left
         done, code.done = code.done, None
         if done is None:
+            self._still_run -= code.is_left
             return
         self._forget(host, code)
         if code.stack is not None:
-            outcome = None, self._too_late(host, code)
+            outcome = None, self._too_late(code)
         try:
             done(outcome)
         except BaseException as error:
@@ -314,10 +301,21 @@ class Waiting(InTurn):
 
     def _forget(self, host: CalledHost, code: _Code) -> None:
         del self._codes[code.i]
-        if self._bell is None:
-            host.activity.put(Doing.BUILDING)
+        self._show(host)
+
+    def _show(self, host: CalledHost) -> None:
+        """Says in what the host is: in the code that began first."""
+        for code in self._codes.values():
+            doing, i, since = code.doing, code.i, code.since
+            break
         else:
-            host.stepper.ends(code.i)
+            doing, i, since = Doing.NOTHING, 0, 0
+        if self._bell is not None:
+            host.stepper.overlaps(len(self._codes), doing, i, since)
+        elif self._codes:
+            host.activity.put(doing, host.first_env + i)
+        else:
+            host.activity.put(Doing.BUILDING)
 
     def _fails(self, error: BaseException) -> None:
         """Ends the worker, by what is no env's fault."""
@@ -358,8 +356,8 @@ class Waiting(InTurn):
             return said
         task = asyncio.current_task(self._loop)
         i = None if task is None else self._envs_of_tasks.get(task)
-        if i in self._codes:
-            host.stepper.blames(i)
+        if i is not None and (code := self._codes.get(i)) is not None:
+            host.stepper.shows(code.doing, i, code.since)
         if not said and time.monotonic() < self._silent_until:  # it comes again and again
             return 1
         self._silent_until = time.monotonic() + _SAID_AFTER_S[1]
@@ -405,7 +403,8 @@ class Waiting(InTurn):
         elif now - code.cancelled_at < _CANCEL_S:
             return
         # It cannot be ended: nobody waits for it any more.
-        error = self._too_late(host, code, is_left=True)
+        code.is_left = True
+        error = self._too_late(code)
         said = f"{error.doing} it was left behind ({error.limit}): reset it, and it is built again"
         self._left[code.i] = UsageError(said)
         self._still_run += 1
@@ -413,20 +412,17 @@ class Waiting(InTurn):
         self._contexts.pop(code.i, None)
         if code.i in self._threads:
             self._threads.pop(code.i).ends()
-        self._forget(host, code)
-        done, code.done, code.is_left = code.done, None, True
-        assert done is not None
-        done((None, error))
+        self._end(host, code, (None, error))
 
     def _limit_s(self, doing: int) -> float | None:
         if doing == Doing.NOTHING:  # its close, which has limits of its own
             return None
         return self._start_timeout if doing == Doing.BUILDING else self._step_timeout
 
-    def _too_late(self, host: CalledHost, code: _Code, *, is_left: bool = False) -> StepTimeout:
+    def _too_late(self, code: _Code) -> StepTimeout:
         stack = "\n".join(env_lines(code.stack or []))
         limit = "start_timeout" if code.doing == Doing.BUILDING else "step_timeout"
-        return StepTimeout(WORDS[code.doing], f"{limit}={self._limit_s(code.doing)}", stack, is_left)
+        return StepTimeout(WORDS[code.doing], f"{limit}={self._limit_s(code.doing)}", stack, code.is_left)
 
     def _stack(self, code: _Code) -> list[str]:
         """The stack of an env's code, as faulthandler prints it."""

@@ -283,18 +283,13 @@ class CallingThread:
 
     def _main(self) -> None:
         with np.errstate(**self._numpy_errors), worker_info_context(self._info):
-            while self._calls(self._inbox.get()):  # nothing of a call is held until the next one
-                pass
-
-    def _calls(self, asked: Any) -> bool:
-        if asked is None:
-            return False
-        done, function = asked
-        try:
-            self._loop.call_soon_threadsafe(done, outcome_of(function))
-        except RuntimeError:  # the loop has ended
-            return False
-        return True
+            while (asked := self._inbox.get()) is not None:
+                done, function = asked
+                try:
+                    self._loop.call_soon_threadsafe(done, outcome_of(function))
+                except RuntimeError:  # the loop has ended
+                    return
+                del asked, done, function  # nothing of a call is held until the next one
 
 
 def outcome_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:

@@ -42,7 +42,7 @@ def lease(envs: Any) -> Lease:
         raise UsageError("lease() is for tasks of asyncio; call it in a coroutine, as in asyncio.run(main())") from None
     before: Leases | None = envs._leases
     if before is None or (before.loop is not loop and not before.is_used):
-        envs._leases = Leases(envs, loop, () if before is None else before.owing)
+        envs._leases = Leases(envs, loop, () if before is None else before.answers)
     elif before.loop is not loop:
         raise UsageError("lease() in two event loops: the envs of a vector env are lent in one at a time")
     return Lease(envs, envs._leases)
@@ -103,7 +103,7 @@ class Lease:
         while True:
             if (env := self.env_index) is None:
                 raise UsageError("this env was given back at the end of its `async with` block; lease() another one")
-            if (answer := self._leases.owed(env)) is None:
+            if (answer := self._leases.answers.get(env)) is None:
                 answer = self._leases.ask(env, kind, send)
             elif answer.is_awaited:
                 raise PendingError(f"env {env}: another task waits for this env; a lease is for one task")
@@ -156,8 +156,8 @@ class Leases:
         self._notify_fd, self._notify = envs._backend.notify_fd, envs._caller.notify
         hosts = len(envs._backend.first_envs) - 1
         self._steps_here = hosts > envs._backend.num_workers  # somebody has to step those, too
-        self._answers = {env: _Answer("", loop) for env in owing}
-        self._returned = set(self._answers)  # given back while they owed an answer
+        self.answers = {env: _Answer("", loop) for env in owing}
+        self._returned = set(self.answers)  # given back while they owed an answer
         self._free = deque(env for env in range(envs.num_envs) if env not in self._returned)
         self._takers: deque[asyncio.Future[int]] = deque()
         self._reader, self._lent, self._fd = _OwnInfos(envs.info_reader.columns), 0, -1
@@ -168,17 +168,13 @@ class Leases:
         """True while envs are lent, or waited for, in a loop that runs."""
         return bool(self._lent) and not self.loop.is_closed()
 
-    @property
-    def owing(self) -> Iterable[int]:
-        return self._answers
-
     # ---- lending
 
     async def take(self) -> int:
         """A free env, once there is one."""
         envs: Any = self._envs()
         envs.require_open()
-        if not self._lent and envs.num_pending > len(self._answers):
+        if not self._lent and envs.num_pending > len(self.answers):
             raise PendingError("lease: envs owe answers to an earlier call; take these with recv() first")
         self._lent += 1
         self._watches()
@@ -197,7 +193,7 @@ class Leases:
     def give_back(self, env: int) -> None:
         """Takes an env back; it is lent again once it owes nothing."""
         self._lent -= 1
-        if (answer := self._answers.get(env)) is not None:
+        if (answer := self.answers.get(env)) is not None:
             answer.is_dropped = True
             self._returned.add(env)
         else:
@@ -214,15 +210,11 @@ class Leases:
 
     # ---- answers
 
-    def owed(self, env: int) -> _Answer | None:
-        """The answer that an env owes."""
-        return self._answers.get(env)
-
     def ask(self, env: int, kind: str, send: Callable[[int], None]) -> _Answer:
         """Sends an env something; returns the answer that it owes then."""
         self._notify(True)
         send(env)
-        answer = self._answers[env] = _Answer(kind, self.loop)
+        answer = self.answers[env] = _Answer(kind, self.loop)
         if self._steps_here:
             self._take()  # one env at a time: the loop goes on between two
         return answer
@@ -230,7 +222,7 @@ class Leases:
     def _take(self) -> None:
         """Hands the rows that are there to those that wait for them."""
         envs = self._envs()
-        if not self._answers or envs is None:
+        if not self.answers or envs is None:
             return
         self._notify(True)
         try:
@@ -246,7 +238,7 @@ class Leases:
                 self._answered(failure.env_index, (None, to_exception(failure)))
             self._hand_over(envs, error.batch)
             # Without failures it is a call's that was wrong: another thread is in one, or has taken the answers.
-        for env in [env for env in self._answers if not envs._caller.is_pending(env)]:
+        for env in [env for env in self.answers if not envs._caller.is_pending(env)]:
             taken = UsageError(f"env {env} is lent, and another call has taken its answer: recv() is not for lent envs")
             self._answered(env, (None, taken))
 
@@ -260,7 +252,7 @@ class Leases:
             self._answered(env, (tuple(row), None))
 
     def _answered(self, env: int, outcome: Outcome) -> None:
-        answer = self._answers.pop(env, None)
+        answer = self.answers.pop(env, None)
         if answer is not None and not answer.outcome.done():
             answer.outcome.set_result(outcome)
         if env in self._returned:
@@ -310,7 +302,7 @@ class Leases:
     def _end(self, error: BaseException | None = None) -> None:
         self._stop()
         error = error or ClosedError("this vector env was closed while a task waited for one of its envs")
-        for env in [*self._answers]:
+        for env in [*self.answers]:
             self._answered(env, (None, copy.copy(error)))
         while self._takers:
             taker = self._takers.popleft()

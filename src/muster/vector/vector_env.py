@@ -106,8 +106,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
             self.require_idle("send_reset")
         ids = self._all if env_ids is None else checks.env_ids_of(env_ids, self.num_envs)
         checks.require_options(options)
-        for env in ids.tolist():
-            self._caller.require_answered(env)
+        if late := [env for env in ids.tolist() if self._caller.is_pending(env)]:
+            raise PendingError(f"env {late[0]} still owes an answer to an earlier call; take it with recv()")
         self.reset_some(ids, checks.seeds_of(seed, ids), options)
 
     @verb

@@ -201,13 +201,7 @@ def shorter(words: str) -> str:
     return words.removeprefix("in ").removeprefix("a ").replace(" of env", " env").replace(" for ", " ")
 
 
-def _host(
-    number: int,
-    envs: range,
-    state: State,
-    counts: Sequence[int],
-    *of_envs: int | None,
-) -> HostState:
+def _host(number: int, envs: range, state: State, counts: Sequence[int], *of_envs: int | None) -> HostState:
     fields: Any = (*state, max(0.0, seconds_since(state[2])), *counts, *of_envs)
     return HostState(number, envs, *fields)
 

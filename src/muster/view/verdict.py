@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from muster._core import Doing
 from muster.pool.watch import seconds
@@ -48,14 +48,8 @@ _SENTENCES = {
     "between": "between the envs and the caller: workers step {stepping:.2f} of the time and wait {waiting:.2f}, "
     "{step_ms} ms a step. overlap=True does both at once",
 }
-_KINDS = {
-    "waits": "envs",
-    "blocked": "straggler",
-    "stopped": "hang",
-    "long": "envs",
-    "learner": "caller",
-    "unseen": "idle",
-}
+_KINDS = {"stopped": "hang", "learner": "caller", "unseen": "idle", "blocked": "straggler"}
+_KINDS |= {"waits": "envs", "long": "envs"}
 
 
 class Cause(NamedTuple):
@@ -118,13 +112,7 @@ def verdict(before: Look, after: Look) -> Cause:
     if not steps + resets and stepping < 0.01:
         return _cause("unseen" if cpu > 0.05 and not after.is_stepped else "idle", dt=short(dt), cpu=cpu)
     waiting, step_ms = 1.0 - stepping - copying, 1e3 * dt * sum(len(host.envs) for host in after.hosts) / max(1, steps)
-    figures: dict[str, Any] = {
-        "stepping": stepping,
-        "waiting": waiting,
-        "cpu": cpu,
-        "copying": copying,
-        "dt": short(dt),
-    }
+    figures = {"stepping": stepping, "waiting": waiting, "cpu": cpu, "copying": copying, "dt": short(dt)}
     figures |= {f"{name}_ms": of * step_ms for name, of in (("step", 1.0), ("wait", waiting), ("copy", copying))}
     resetting = statistics.fmean(after.resetting or (0.0,))
     slowest = max(range(len(shares)), key=lambda i: shares[i].stepping)
@@ -133,9 +121,9 @@ def verdict(before: Look, after: Look) -> Cause:
         return _machine(before, after, ready)
     blocked = [seconds(new.blocked - old.blocked) / dt for old, new in zip(before.hosts, after.hosts, strict=False)]
     if max(blocked) > 1 / 3:
-        host = after.hosts[blocked.index(max(blocked))]
-        figures |= {"number": host.number, "envs": named(host.envs), "pid": after.processes[host.number].pid}
-        return _cause("blocked", **{**figures, "blocked": min(1.0, max(blocked))})
+        host, share = after.hosts[blocked.index(max(blocked))], min(1.0, max(blocked))
+        pid = after.processes[host.number].pid
+        return _cause("blocked", number=host.number, envs=named(host.envs), pid=pid, blocked=share)
     count = statistics.fmean(len(host.envs) for host in after.hosts)
     if count > 1 and after.hosts[0].of_envs and stepping >= _WAIT and cpu < _MOST and steps:
         return _cause("waits", count=short(count), in_step=short(stepping * count), **figures)
