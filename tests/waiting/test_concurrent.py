@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -160,12 +161,18 @@ class Limited(Coroutines, gym.Env[Any, Any]):  # type: ignore[misc]
     pass
 
 
-def test_a_wrapper_that_does_not_await_is_named(leaves_nothing: None) -> None:
-    def make() -> Any:
-        return gym.wrappers.TimeLimit(Limited(), 5)
+class Ours(gym.ObservationWrapper[Any, Any, Any]):
+    """A wrapper of the user's that steps as Gymnasium's do."""
 
-    with pytest.raises(RecipeError, match="TimeLimit"):
-        muster.make_vec(make, 2, num_workers=1)
+    def observation(self, obs: Any) -> Any:
+        return obs
+
+
+@pytest.mark.parametrize("wrapper", [functools.partial(gym.wrappers.TimeLimit, max_episode_steps=5), Ours])
+def test_a_wrapper_that_does_not_await_is_named(wrapper: Any, leaves_nothing: None) -> None:
+    name = "Ours" if wrapper is Ours else "TimeLimit"
+    with pytest.raises(RecipeError, match=f"the wrapper {name} does not await"):
+        muster.make_vec(lambda: wrapper(Limited()), 2, num_workers=1)
 
 
 def test_torchrls_wrapper_does_not_await(leaves_nothing: None) -> None:

@@ -13,6 +13,7 @@ import pytest
 from waiting_envs import (
     BLOCK,
     CANCEL,
+    CANCEL_ALL,
     EXIT,
     EXIT_IN_TASK,
     HANG,
@@ -37,9 +38,13 @@ def actions(num_envs: int, **of: int) -> Any:
     return given
 
 
+@pytest.mark.parametrize("backend", ["process", "thread"])
 @pytest.mark.parametrize("env", [Coroutines, Bound])
-def test_a_late_env_fails_alone_and_the_vector_env_goes_on(env: Any, leaves_nothing: None) -> None:
-    with muster.make_vec(env, 4, num_workers=1, concurrent=True, step_timeout=0.5) as envs:
+def test_a_late_env_fails_alone_and_the_vector_env_goes_on(env: Any, backend: str, leaves_nothing: None) -> None:
+    options: dict[str, Any] = {"backend": backend, "num_workers": 1, "concurrent": True, "step_timeout": 0.5}
+    if (env, backend) == (Bound, "thread"):
+        options["env_kwargs"] = {"hangs_s": 1.0}  # nobody can end its thread
+    with muster.make_vec(env, 4, **options) as envs:
         envs.reset(seed=0)
         envs.send(actions(4, e1=HANG))
         assert envs.recv(min_envs=3, timeout=0.4).env_ids.tolist() == [0, 2, 3]
@@ -182,6 +187,24 @@ def test_nobody_is_late_because_another_has_kept_the_loop(leaves_nothing: None) 
             envs.step(actions(4, e1=BLOCK))
         assert envs.episode_lengths.tolist()[::2] == [1, 1]
         assert envs.stats()["workers"][0]["blocked_s"] > 0.5
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"backend": "serial"}], ids=["worker", "serial"])
+def test_an_env_that_cancels_all_tasks_finds_those_of_envs(options: dict[str, Any], leaves_nothing: None) -> None:
+    with muster.make_vec(Coroutines, 3, on_failure="restart", **options) as envs:
+        envs.reset(seed=0)
+        for t in range(1, 4):
+            assert envs.step(actions(3, e1=CANCEL_ALL))[0][1, 1] == t
+
+
+def test_a_close_does_not_wait_for_a_thread_that_hangs_in_a_step() -> None:
+    envs = muster.make_vec(Bound, 3, num_workers=1, concurrent=True)
+    envs.reset(seed=0)
+    envs.send(actions(3, e1=HANG))
+    began = time.monotonic()
+    with pytest.warns(RuntimeWarning, match="it was in step of env 1"):
+        envs.close()
+    assert time.monotonic() - began < 20  # not close_timeout=60
 
 
 @pytest.mark.parametrize("env", [Coroutines, Bound])

@@ -148,6 +148,10 @@ def test_what_was_cancelled_or_late_reaches_nobody_else(leaves_nothing: None) ->
         with pytest.raises(TimeoutError):
             asyncio.run(asyncio.wait_for(cancelled(envs), 0.1))
         asyncio.run(run(envs))  # in another loop, though an env owes an answer to the one before
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(cancelled(envs), 0.1))
+        assert envs.reset(seed=7)[0][:, 1].tolist() == [0, 0]  # nobody wants that answer
+        asyncio.run(run(envs))
 
 
 def test_a_restart_ends_the_episode_truncated(leaves_nothing: None) -> None:

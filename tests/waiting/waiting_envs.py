@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 import muster
 
-STEP, RAISE, HANG, SWALLOW, BLOCK, DELAY, EXIT, CANCEL, EXIT_IN_TASK, STOP_LOOP, LONG_DELAY = range(11)
+STEP, RAISE, HANG, SWALLOW, BLOCK, DELAY, EXIT, CANCEL, EXIT_IN_TASK, STOP_LOOP, LONG_DELAY, CANCEL_ALL = range(12)
 Row = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
@@ -24,7 +24,7 @@ class Base:
     metadata: ClassVar[dict[str, Any]] = {}
     render_mode = None
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
-    action_space = spaces.Discrete(11)
+    action_space = spaces.Discrete(12)
 
     def __init__(self, wait_s: float = 0.0, length: int = 1000) -> None:
         self.wait_s, self.length, self.episode, self.t = wait_s, length, 0, 0
@@ -79,6 +79,8 @@ class Coroutines(Base):
                 await asyncio.gather(self.exits())
             case 9:
                 asyncio.get_running_loop().stop()
+            case 11:
+                await self.cancel_all()
         # In a task of its own, as wait_for makes one.
         await asyncio.wait_for(asyncio.create_task(self.waits(wait_s)), 60)
         return self._step()
@@ -93,15 +95,22 @@ class Coroutines(Base):
     async def asked(self, value: int) -> tuple[int, int]:
         return value, await self.waits(0.01)
 
+    async def cancel_all(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
     async def close(self) -> None:
-        await asyncio.sleep(0)
+        await self.cancel_all()
 
 
 class Bound(Base):
     """An env of ordinary methods that only its own thread may call."""
 
-    def __init__(self, wait_s: float = 0.0, length: int = 1000) -> None:
+    def __init__(self, wait_s: float = 0.0, length: int = 1000, hangs_s: float = 60.0) -> None:
         super().__init__(wait_s, length)
+        self.hangs_s = hangs_s
         self.thread, self.database = threading.get_ident(), sqlite3.connect(":memory:")
         self.database.execute("create table steps (t integer)")
 
@@ -117,7 +126,7 @@ class Bound(Base):
         self.database.execute("insert into steps values (?)", (self.t,))
         if int(action) == RAISE:
             raise ValueError("refused")
-        time.sleep({HANG: 60, DELAY: 0.3, LONG_DELAY: 1.5}.get(int(action), self.wait_s))
+        time.sleep({HANG: self.hangs_s, DELAY: 0.3, LONG_DELAY: 1.5}.get(int(action), self.wait_s))
         return self._step()
 
     def asked(self, value: int) -> tuple[int, int]:

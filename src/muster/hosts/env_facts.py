@@ -27,6 +27,8 @@ from muster.transport.mail import dumps
 _SMALL_BYTES = 1 << 16
 # The steps of wrappers that return what the env's step does, as it is.
 _PASSES_ON = (Wrapper.step, OrderEnforcing.step, ActionWrapper.step)
+# The packages of all others.
+_UNPACKING = ("gymnasium.", "stable_baselines3.", "torchrl.")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def is_awaited(env: Any) -> bool:
     outer = env
     while (inner := _inner(outer)) is not None:
         coroutines = inspect.iscoroutinefunction(getattr(inner, "step", None))
-        if coroutines and type(outer).__module__.startswith(("gymnasium.", "torchrl.")):
+        passes_on = type(outer).step in _PASSES_ON
+        if coroutines and not passes_on and type(outer).step.__module__.startswith(_UNPACKING):
             is_checker = isinstance(outer, PassiveEnvChecker)
             hint = "gymnasium.make takes disable_env_checker=True" if is_checker else "Leave it out"
             raise RecipeError(

@@ -373,8 +373,7 @@ class EnvHost:
         try:
             for i in range(len(all_built)):
                 if on_closing is not None and not (i and self.way.closes_together):
-                    if not i:
-                        yield from self.way.settle(0)
+                    yield from self.way.settle(range(i, len(all_built)))
                     on_closing(i)
                 errors.append((yield from next(closing)))
                 if isinstance(errors[-1], KeyboardInterrupt) and self.dumps is None:
@@ -393,7 +392,7 @@ class EnvHost:
         def close() -> Any:
             return built.env.close()
 
-        yield from self.way.settle(i)
+        yield from self.way.settle([i])
         error: BaseException | None
         _, error = yield from self.way.within(self, i, doing, close)
         with worker_info_context(self.info_of(i)):

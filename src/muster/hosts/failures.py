@@ -147,7 +147,9 @@ def to_one_exception(failures: Sequence[Failure]) -> BaseException:
 
 
 def about_gym(env: Any) -> str:
-    """The sentence that says how an env of the package gym becomes one of Gymnasium's; empty for any other env."""
+    """The sentence that says how an env of gym, or a coroutine env in a wrapper, becomes one of Gymnasium's."""
+    if any(inspect.iscoroutinefunction(getattr(one, "step", None)) for one in chain(env)):
+        return "The env's step is a coroutine function, and a wrapper does not await it: write `async def step` there"
     if all(cls.__module__.partition(".")[0] != "gym" for cls in type(env).__mro__):
         return ""
     return (

@@ -336,8 +336,8 @@ class InTurn:
         """A deed: ends what envs are in, since they are closed next."""
         yield from ()
 
-    def settle(self, i: int) -> Any:
-        """A deed: waits until env i's thread has ended what it was in."""
+    def settle(self, envs: Iterable[int]) -> Any:
+        """A deed: waits until the threads of these envs have ended what they were in."""
         yield from ()
 
     def end(self) -> None:

@@ -41,11 +41,31 @@ _KEPT_S = 0.01  # a beat that comes later than this finds a loop that an env kee
 _END_S = 1.0
 
 
+class _Tasks:
+    """Makes the tasks of a loop. One that an env's code begins is that env's, see `envs`.
+
+    `asyncio.all_tasks` shows code of envs no others: it may cancel all that it finds.
+    """
+
+    def __init__(self) -> None:
+        self.envs: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **more)
+        running = asyncio.current_task(loop) if loop.is_running() else None
+        if running is not None and (env := self.envs.get(running)) is not None:
+            self.envs[task] = env
+        else:
+            asyncio._unregister_task(task)
+        return task
+
+
 class InLoop(InTurn):
     """One coroutine env after the other, in a loop with a thread of its own: the thread that asks may have one."""
 
     def __init__(self) -> None:
-        self._loop, self._ends = asyncio.new_event_loop(), False
+        self._loop, self._tasks, self._ends = asyncio.new_event_loop(), _Tasks(), False
+        self._loop.set_task_factory(self._tasks)
         self._thread = threading.Thread(target=self._run, name="muster-loop", daemon=True)
         self._thread.start()
 
@@ -53,7 +73,7 @@ class InLoop(InTurn):
         while not self._ends:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # which tasks of an env raise; it may stop it, too
                 self._loop.run_forever()
-        close_loop(self._loop)
+        close_loop(self._loop, self._tasks)
 
     def within(self, host: CalledHost, i: int, doing: int, function: Callable[..., Any], *args: Any) -> Any:
         if i >= len(host.envs) or not is_awaited(host.envs[i]):
@@ -66,7 +86,9 @@ class InLoop(InTurn):
         context = context_of(info)
 
         async def call() -> Outcome:
-            return await self._loop.create_task(awaited(function, *args, **kwargs), context=context)
+            task = self._loop.create_task(awaited(function, *args, **kwargs), context=context)
+            self._tasks.envs[task] = info.worker_index
+            return await task
 
         future = asyncio.run_coroutine_threadsafe(call(), self._loop)
         try:
@@ -125,9 +147,8 @@ class Waiting(InTurn):
 
     def __init__(self, step_timeout: float | None, start_timeout: float, *, has_threads: bool) -> None:
         self._has_threads, self._step_timeout, self._start_timeout = has_threads, step_timeout, start_timeout
-        self._loop, self._base = asyncio.new_event_loop(), copy_context()
-        self._loop.set_task_factory(self._new_task)
-        self._envs_of_tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
+        self._loop, self._tasks, self._base = asyncio.new_event_loop(), _Tasks(), copy_context()
+        self._loop.set_task_factory(self._tasks)
         self._threads: dict[int, CallingThread] = {}
         self._in_loop: set[int] = set()  # envs that need no thread
         self._contexts: dict[int, Context] = {}
@@ -202,6 +223,7 @@ class Waiting(InTurn):
 
     def until_message(self, host: CalledHost) -> None:
         if self._bell is None:
+            host.activity.put(Doing.NOTHING)
             self._bell = threading.Thread(target=self._listen, args=(host,), name="muster-bell", daemon=True)
             self._bell.start()
         self.run(self._until_message(host))
@@ -280,7 +302,7 @@ class Waiting(InTurn):
         if code.i not in self._contexts:
             self._contexts[code.i] = self._base.run(context_of, host.info_of(code.i))
         code.task = self._loop.create_task(self._run(host, code, function), context=self._contexts[code.i])
-        self._envs_of_tasks[code.task] = code.i
+        self._tasks.envs[code.task] = code.i
 
     async def _run(self, host: CalledHost, code: _Code, function: Callable[[], Any]) -> None:
         code.begun_at = time.monotonic()
@@ -305,30 +327,19 @@ class Waiting(InTurn):
 
     def _show(self, host: CalledHost) -> None:
         """Says in what the host is: in the code that began first."""
-        for code in self._codes.values():
-            doing, i, since = code.doing, code.i, code.since
-            break
-        else:
-            doing, i, since = Doing.NOTHING, 0, 0
+        code = next(iter(self._codes.values()), None)
+        doing, i, since = (Doing.NOTHING, 0, 0) if code is None else (code.doing, code.i, code.since)
         if self._bell is not None:
             host.stepper.overlaps(len(self._codes), doing, i, since)
-        elif self._codes:
-            host.activity.put(doing, host.first_env + i)
-        else:
+        elif code is None:
             host.activity.put(Doing.BUILDING)
+        else:
+            host.activity.put(doing, host.first_env + i)
 
     def _fails(self, error: BaseException) -> None:
         """Ends the worker, by what is no env's fault."""
         self._crash.append(error)
         self._rung.set()
-
-    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
-        """A task that an env's code begins is that env's, too."""
-        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **more)
-        running = asyncio.current_task(loop) if loop.is_running() else None
-        if running is not None and (env := self._envs_of_tasks.get(running)) is not None:
-            self._envs_of_tasks[task] = env
-        return task
 
     # ---- the watch
 
@@ -355,7 +366,7 @@ class Waiting(InTurn):
         if said == len(_SAID_AFTER_S) or for_s < _SAID_AFTER_S[said]:
             return said
         task = asyncio.current_task(self._loop)
-        i = None if task is None else self._envs_of_tasks.get(task)
+        i = None if task is None else self._tasks.envs.get(task)
         if i is not None and (code := self._codes.get(i)) is not None:
             host.stepper.shows(code.doing, i, code.since)
         if not said and time.monotonic() < self._silent_until:  # it comes again and again
@@ -456,9 +467,10 @@ class Waiting(InTurn):
         if tasks:
             await asyncio.wait(tasks, timeout=_CANCEL_S)
 
-    async def settle(self, i: int) -> None:
-        if i in self._settled:
-            await self._settled[i]
+    async def settle(self, envs: Iterable[int]) -> None:
+        for i in envs:
+            if i in self._settled:
+                await self._settled[i]
 
     def end(self) -> None:
         self._ends = True
@@ -467,16 +479,16 @@ class Waiting(InTurn):
         ends_at = time.monotonic() + _END_S
         for one in [*(one.thread for one in self._threads.values()), *([self._bell] if self._bell else [])]:
             one.join(max(0.0, ends_at - time.monotonic()))
-        close_loop(self._loop)
+        close_loop(self._loop, self._tasks)
 
 
-def close_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels what still runs in a loop, and closes it."""
-    if tasks := asyncio.all_tasks(loop):
+def close_loop(loop: asyncio.AbstractEventLoop, of_loop: _Tasks) -> None:
+    """Cancels what code of envs still runs in a loop, and closes it."""
+    if tasks := [task for task in [*of_loop.envs] if not task.done()]:
         for task in tasks:
             task.cancel()
         loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_S))
-        for task in asyncio.all_tasks(loop):
+        for task in [task for task in tasks if not task.done()]:
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # it would not be cancelled
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()

@@ -175,7 +175,7 @@ def make_vec(
         unfit: dict[str, Any] = {
             "one_env_per_process": one_env_per_process,
             "caller_steps": caller_steps,
-            "step_timeout": step_timeout,
+            "step_timeout": None if backend == "thread" and concurrent else step_timeout,
             "num_workers": AUTO if num_workers == AUTO else None,
             "worker_env": worker_env,
             "max_concurrent_starts": max_concurrent_starts,

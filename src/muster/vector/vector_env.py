@@ -335,7 +335,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     @property
     def interrupted(self) -> bool:
         """True if Ctrl-C or a handler has ended a call since anything was sent; `reset` then drops what envs owe."""
-        return self._caller.interrupted
+        leases = self._leases
+        return self._caller.interrupted or (leases is not None and not leases.is_used and bool(leases.answers))
 
     @property
     def num_pending(self) -> int:
