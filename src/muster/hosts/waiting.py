@@ -41,7 +41,7 @@ _KEPT_S = 0.01  # a beat that comes later than this finds a loop that an env kee
 _END_S = 1.0
 
 
-class _Tasks:
+class _LoopTasks:
     """Makes the tasks of a loop. One that an env's code begins is that env's, see `envs`.
 
     `asyncio.all_tasks` shows code of envs no others: it may cancel all that it finds.
@@ -64,7 +64,7 @@ class InLoop(InTurn):
     """One coroutine env after the other, in a loop with a thread of its own: the thread that asks may have one."""
 
     def __init__(self) -> None:
-        self._loop, self._tasks, self._ends = asyncio.new_event_loop(), _Tasks(), False
+        self._loop, self._tasks, self._ends = asyncio.new_event_loop(), _LoopTasks(), False
         self._loop.set_task_factory(self._tasks)
         self._thread = threading.Thread(target=self._run, name="muster-loop", daemon=True)
         self._thread.start()
@@ -147,7 +147,7 @@ class Waiting(InTurn):
 
     def __init__(self, step_timeout: float | None, start_timeout: float, *, has_threads: bool) -> None:
         self._has_threads, self._step_timeout, self._start_timeout = has_threads, step_timeout, start_timeout
-        self._loop, self._tasks, self._base = asyncio.new_event_loop(), _Tasks(), copy_context()
+        self._loop, self._tasks, self._base = asyncio.new_event_loop(), _LoopTasks(), copy_context()
         self._loop.set_task_factory(self._tasks)
         self._threads: dict[int, CallingThread] = {}
         self._in_loop: set[int] = set()  # envs that need no thread
@@ -482,7 +482,7 @@ class Waiting(InTurn):
         close_loop(self._loop, self._tasks)
 
 
-def close_loop(loop: asyncio.AbstractEventLoop, of_loop: _Tasks) -> None:
+def close_loop(loop: asyncio.AbstractEventLoop, of_loop: _LoopTasks) -> None:
     """Cancels what code of envs still runs in a loop, and closes it."""
     if tasks := [task for task in [*of_loop.envs] if not task.done()]:
         for task in tasks:
