@@ -45,6 +45,7 @@ class TestFork(BackendContract):
         return muster.make_vec(env, num_envs, **{"context": "fork", "num_workers": 2, **options})
 
 
+@pytest.mark.slow
 class TestConcurrentThreads(BackendContract):
     other_num_workers = 1
 
