@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -94,6 +95,16 @@ class Daemon(Patient):
 
     def close(self) -> None:
         self.daemon.communicate()
+
+
+class Exclusive(Patient):
+    """Cannot be built while another one is, as what makes contexts of a GPU."""
+
+    def __init__(self, lock: str) -> None:
+        super().__init__()
+        with Path(lock).open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(1.0)
 
 
 class Logging(Patient):

@@ -17,6 +17,7 @@ import pytest
 from patients import Patient
 from rivals import (
     Daemon,
+    Exclusive,
     Logging,
     Served,
     make_by_index,
@@ -121,6 +122,13 @@ def test_what_both_want_is_named_and_fixed_for_four(env, kwargs, kind, fails, po
     assert found.findings()[0].remedy == str(found.fix)
     assert not list(tmp_path.glob("*.pid"))
     run_four(env, found.fix, **kwargs)
+
+
+def test_envs_that_cannot_be_built_at_once_take_turns(tmp_path):
+    lock = str(tmp_path / "lock")
+    found = conflicts_of(Exclusive, lock=lock)
+    assert found.fails
+    assert str(found.fix) == "muster.make_vec(..., max_concurrent_starts=1)"
 
 
 def test_what_a_process_holds_is_listened_on_written_locked_or_shared(tmp_path, port):

@@ -190,7 +190,8 @@ def _candidate(verdict: Verdict, measured: Measurements, num_envs: int, context:
     code = [verdict.source, f"num_envs={num_envs}", *code_of_options(options)]
     if kwargs := _kwargs(verdict):
         code.append(f"env_kwargs={kwargs}")
-    code += verdict.fix.options()
+    if backend == "process":
+        code += verdict.fix.options()
     if verdict.wrappers:
         code.append(f"wrappers=[{', '.join(verdict.wrappers)}]")
     factory, line = None, f"envs = muster.make_vec({', '.join(code)})"

@@ -11,7 +11,7 @@ from typing import Any
 
 from muster.doctor import trials
 from muster.doctor.diagnosis import Finding
-from muster.doctor.fixes import NO_FIX, Fix, fixes_for
+from muster.doctor.fixes import NO_FIX, TURNS, Fix, fixes_for
 from muster.doctor.held import ADDRESSES, Held, HeldRecorder
 from muster.hosts.trial import TrialOutcome, Trials
 from muster.vector.side_by_side import LEAST_S
@@ -94,6 +94,9 @@ def find_conflicts(
     pair = at_once(NO_FIX)
     wanted = _shared(pair, alone)
     if pair.stage is not None:
+        if not arguments_alone and at_once(TURNS).stage is None:
+            again = at_once(NO_FIX)  # a busy machine may have been too slow
+            return Conflicts(again) if again.stage is None else Conflicts(pair, fix=TURNS)
         wanted = _of_each(alone) | set.intersection(*pair.results["noted"])
     if not wanted:
         # A busy machine may have been too slow.

@@ -1,4 +1,4 @@
-"""Changes to a `make_vec` call that give each env something of its own: a port, a file, a folder."""
+"""Changes to a `make_vec` call by which envs run at once: each has its own port, file or folder, or they take turns."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ _INDEX = "muster.get_worker_info().unique_index"
 
 @dataclass(frozen=True)
 class Fix:
-    """Changes to a `make_vec` call that give each env something of its own, as code.
+    """Changes to a `make_vec` call that keep envs out of each other's way, as code.
 
     arguments: of the env, by name.  variables: of each worker's environment, by name; `i` is the worker.
+    in_turns: whether one is built after the other.
     """
 
     arguments: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    in_turns: bool = False
 
     def __str__(self) -> str:
         arguments = ", ".join(f"{name!r}: {code}" for name, code in self.arguments.items())
@@ -45,16 +47,17 @@ class Fix:
     def options(self) -> list[str]:
         """Its options of `make_vec`, without the env's arguments."""
         variables = ", ".join(f'"{name}": {code}' for name, code in self.variables.items())
-        return [f"worker_env=lambda i: {{{variables}}}"] * bool(variables)
+        turns = ["max_concurrent_starts=1"] * self.in_turns
+        return [f"worker_env=lambda i: {{{variables}}}"] * bool(variables) + turns
 
     def apply(self, recipe: Recipe) -> tuple[Recipe, dict[str, Any]]:
         """The recipe with its arguments, and its options of `make_vec`, as values."""
         known = {"muster": sys.modules["muster"], "tempfile": tempfile, "__name__": "__main__"}
         values = {name: eval(code, dict(known)) for name, code in self.arguments.items()}
-        return replace(recipe, kwargs={**recipe.kwargs, **values}), eval(f"dict({''.join(self.options())})", known)
+        return replace(recipe, kwargs={**recipe.kwargs, **values}), eval(f"dict({', '.join(self.options())})", known)
 
 
-NO_FIX = Fix()
+NO_FIX, TURNS = Fix(), Fix(in_turns=True)
 
 
 def arguments_of(recipe: Recipe) -> dict[str, int | str]:
@@ -88,7 +91,7 @@ def fixes_for(
     for turn in range(min(_MOST_FIXES, max(map(len, fixable.values()), default=0))):
         chosen = [found[min(turn, len(found) - 1)] for found in fixable.values()]
         kinds = ({name: code for of, name, code in chosen if of == kind} for kind in ("argument", "variable"))
-        yield Fix(*kinds), list(fixable)
+        yield Fix(next(kinds), next(kinds)), list(fixable)
 
 
 def _ways(

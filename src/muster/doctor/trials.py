@@ -149,7 +149,7 @@ def stepping_many(
     reporter.stage("building many of it", Doing.NOTHING)
     started = time.perf_counter()
     recipe, more = fix.apply(recipe)
-    with make_envs(recipe, num_envs, **options, **more) as envs:
+    with make_envs(recipe, num_envs, **options, **({} if "backend" in options else more)) as envs:
         reporter.result("start_s", time.perf_counter() - started)
         reporter.stage(STEPPING_MANY, Doing.NOTHING)
         steps_per_s = warmed_up(envs)(seconds)

@@ -237,6 +237,11 @@ class Place(Owing):
         building, limit_s = self.nouns.building, self.start_limit_s
         return self.timed_out(building, f"{self.nouns.start_limit(limit_s)}, {building}", limit_s, more)
 
+    def begins(self, order: StartOrder, fds: Sequence[int]) -> None:
+        """Sends its order to a worker that was launched. Raises WorkerTimeout."""
+        self.send_at_start(order, fds)
+        self.awaits_turn = order.awaits_build
+
     def send_at_start(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Sends a worker that starts a message. Raises WorkerTimeout."""
         with contextlib.suppress(ChannelClosed):  # the worker has died; the wait for its answer will report that
@@ -340,7 +345,7 @@ class Starting:
 
     def next_to_build(self, places: Sequence[Place]) -> list[Place]:
         """The places where workers may begin to build now, in their order."""
-        builds = sum(place.starts and place.failed is None and not place.awaits_turn for place in places)
+        builds = sum(place.starts and not place.awaits_turn for place in places)
         most = 1 if self.is_first_alone else self.most or len(places)
         return [place for place in places if place.awaits_turn][: max(0, most - builds)]
 

@@ -96,7 +96,8 @@ class Pool(BasePool[Place]):
     def start(self, judge: MemoryPlan | None = None, meanwhile: Callable[[], None] | None = None) -> list[Any]:
         """Starts all workers; returns what their residents say of themselves. An error leaves nothing behind.
 
-        judge: says when those after the first may build, and looks at what is left.  meanwhile: called while they do.
+        judge: says when those after the first may build, and looks at what is left.
+        meanwhile: called while they do; last, where they take turns.
         Raises what building raised, for the first worker that failed, WorkerDied, WorkerTimeout, NotEnoughMemory.
         """
         try:
@@ -106,6 +107,8 @@ class Pool(BasePool[Place]):
                 self._await(lambda place: judge.others_begin or not place.starts, judge, 1)
                 self._starting.is_first_alone = False
                 self._let_build()
+            if self._starting.most is not None:
+                self._await(lambda place: not place.starts, judge)
             if meanwhile is not None:
                 meanwhile()
             self._await(lambda place: not place.starts, judge)
@@ -158,8 +161,7 @@ class Pool(BasePool[Place]):
                 self._places.append(place)
                 self._require_place(place)
         for place in self._places:
-            place.send_at_start(*self._starting.order_of(place.index))
-            place.awaits_turn = starting.in_turns
+            place.begins(*self._starting.order_of(place.index))
         self._let_build()
 
     def _launch(self, index: int, content: Any) -> Place:
@@ -417,8 +419,7 @@ class Pool(BasePool[Place]):
         place.outbox.extend((Post, self.sealed(message)) for message in successor.messages)
         content = b"" if self._options.context == "fork" else dumps(successor.content)
         with contextlib.suppress(WorkerTimeout):  # the watch over its start reports that, as it does all losses
-            place.send_at_start(*self._starting.order_of(index, content, self.plans[index].next_info()))
-            place.awaits_turn = self._starting.in_turns
+            place.begins(*self._starting.order_of(index, content, self.plans[index].next_info()))
             self._let_build()
 
     def _require_place(self, place: Place) -> None:
