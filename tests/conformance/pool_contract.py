@@ -800,7 +800,7 @@ class ProcessPoolContract(StartContract, PoolContract):
         pool = make(Doing(close=residents.hang))
         with pytest.warns(RuntimeWarning, match="worker 0 was killed in close"):
             pool.replace(0, "it is old", Successor("new"), SOON)
-        assert answer(pool, 0, residents.plan) == "new"
+            assert answer(pool, 0, residents.plan) == "new"
 
     def test_a_step_over_its_limit_loses_the_worker(self, make: MakePool) -> None:
         hooks = Hooks(Successor("new"))
@@ -858,11 +858,13 @@ class ProcessPoolContract(StartContract, PoolContract):
             take(pool)
         assert [lost.place for lost in take(pool)] == [1]
 
-    def test_ctrl_c_in_a_replacement_closes_the_pool(self, make: MakePool) -> None:
-        pool = make(Doing(close=residents.hang))
+    def test_ctrl_c_while_a_replaced_resident_closes_ends_the_wait_alone(self, make: MakePool) -> None:
+        pool = make(Doing(close=functools.partial(residents.pause, 2.0)))
+        pool.replace(0, "it is old", Successor("new"), CloseLimits())
         with interrupted_soon():
-            pool.replace(0, "it is old", Successor(None), CloseLimits())
-        assert pool.closed
+            answer(pool, 0, residents.plan)
+        assert not pool.closed
+        assert answer(pool, 0, residents.plan) == "new"
 
     # ---- close
 

@@ -166,14 +166,19 @@ class ClosingPlaces(Generic[P]):
 
     def wait(self) -> None:
         """Waits until all have ended; cuts off those that are late. Ctrl-C ends the wait, and cuts off none."""
-        while self._owed:
+        while not self.look(_SLICE_S):
             Uninterrupted.let_through()
+
+    def look(self, slice_s: float) -> bool:
+        """One turn of `wait`, in which it listens for `slice_s`. True once nothing is left to wait for."""
+        if self._owed:
             self.ask()
-            self._listen()
+            self._listen(slice_s)
             self._on_slice()
             self._cut_late(time.monotonic())
             progress = [self._progress[place.index] for place in self._owed]
             self._notice.check(progress, lambda i: self._doing(self._owed[i]))
+        return not self._owed
 
     def _is_asked(self, place: P) -> bool:
         # A worker reads a message before it begins the next step, so it ends its steps first; one that starts reads
@@ -188,10 +193,10 @@ class ClosingPlaces(Generic[P]):
             pass
         return True
 
-    def _listen(self) -> None:
+    def _listen(self, slice_s: float) -> None:
         """Takes what the workers report, for a short time."""
         soonest = min(self._progress[place.index].until for place in self._owed)
-        slice_s = min(_BUSY_SLICE_S if self._unasked else _SLICE_S, max(0.0, soonest - time.monotonic()))
+        slice_s = min(_BUSY_SLICE_S if self._unasked else slice_s, slice_s, max(0.0, soonest - time.monotonic()))
         for place in self._hear(self._owed, slice_s):
             self._take_messages(place)
             if place.has_ended():

@@ -272,6 +272,12 @@ class Place(Owing):
             self.channel.close()
 
 
+def turns_of(places: Sequence[Place]) -> str:
+    """The sentence about workers that wait for others to build; empty where none does."""
+    waiting, done = sum(place.awaits_turn for place in places), sum(not place.starts for place in places)
+    return f" {done} of {len(places)} are done, and {waiting} wait for their turn." if waiting else ""
+
+
 def readable_places(places: Sequence[Place], timeout_s: float) -> list[Place]:
     """Those of `places` that have said something, or ended, within the time."""
     by_fd = {fd: place for place in places for fd in (place.process.fileno(), place.channel.fileno())}
@@ -343,23 +349,58 @@ class Starting:
         """True if workers begin to build once they are sent `Build`."""
         return self.is_first_alone or self.most is not None
 
-    def next_to_build(self, places: Sequence[Place]) -> list[Place]:
-        """The places where workers may begin to build now, in their order."""
+    def make_orders(
+        self,
+        resident: str,
+        threads: int,
+        set_up: Any,
+        plans: Sequence[Plan],
+        pickles: Sequence[bytes],
+        *,
+        is_judged: bool,
+    ) -> None:
+        """Makes the order of each place. Parts are those of `StartOrder`; is_judged: whether the first one is."""
+        for index, (plan, data) in enumerate(zip(plans, pickles, strict=True)):
+            order = StartOrder(
+                resident,
+                plan.next_info(),
+                threads,
+                plan=data,
+                set_up=set_up,
+                big_arrays=() if self.big_arrays is None else self.big_arrays.places[index],
+                is_judged=is_judged and index == 0,
+                awaits_build=self.in_turns,
+                place=index,
+            )
+            self.orders.append(order)
+
+    def next_to_build(self, places: Sequence[Place], is_held: Callable[[int], bool]) -> list[Place]:
+        """The places where workers may begin to build now, in their order. is_held: those that must wait."""
         builds = sum(place.starts and not place.awaits_turn for place in places)
         most = 1 if self.is_first_alone else self.most or len(places)
-        return [place for place in places if place.awaits_turn][: max(0, most - builds)]
+        return [one for one in places if one.awaits_turn and not is_held(one.index)][: max(0, most - builds)]
 
     def order_of(
-        self, index: int, content: bytes | None = None, info: WorkerInfo | None = None
+        self, index: int, content: bytes | None = None, info: WorkerInfo | None = None, *, waits: bool = False
     ) -> tuple[StartOrder, list[int]]:
-        """The order for a place, and the fds to send with it. content, info: of who comes after its first worker."""
+        """The order for a place, and the fds to send with it. content, info: of who comes after its first worker.
+
+        waits: whether that one awaits `Build`.
+        """
         order = self.orders[index]
         if content is not None and info is not None:
-            order = replace(order, plan=content, info=info, is_judged=False, awaits_build=self.in_turns)
+            order = replace(order, plan=content, info=info, is_judged=False, awaits_build=waits)
         if self.inheritance is None:
             return order, []
         inherited, fds = self.inheritance.of(index)
         return replace(order, inherited=inherited), fds
+
+    def never_again(self) -> None:
+        """Releases what only replacements would need."""
+        if self.inheritance is not None:
+            self.inheritance.close()
+        if self.big_arrays is not None:
+            self.big_arrays.drop_pickles()
 
     def release(self) -> None:
         """Releases all of it."""

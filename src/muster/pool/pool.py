@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,11 +36,10 @@ from muster.pool.messages import (
     Question,
     Ready,
     Sealed,
-    StartOrder,
     Unpacking,
 )
 from muster.pool.notices import StartNotice
-from muster.pool.place import Inheritance, Place, Plan, Started, Starting, launch, readable_places
+from muster.pool.place import Inheritance, Place, Plan, Started, Starting, launch, readable_places, turns_of
 from muster.pool.resources import MemoryPlan, Usage, naming_limits
 from muster.pool.script import refuse_while_script_runs
 from muster.pool.set_up import Processes, SetUp
@@ -89,6 +89,7 @@ class Pool(BasePool[Place]):
         self._log_inbox: LogInbox | None = None
         self._starting = Starting(most=limits.max_concurrent_starts)
         self._started = False
+        self._leaving: list[tuple[Place, ClosingPlaces[Place]]] = []
         self._polled, self._poller = list[Place](), Poller()
 
     # ---- starting
@@ -137,19 +138,7 @@ class Pool(BasePool[Place]):
         self._log_inbox = LogInbox(self._own_files["logs"], self._take_logs)
         self.log_flag = self._log_inbox.flag
         starting.big_arrays = BigArrays(self._own_files["arrays"], [plan.big for plan in self.plans])
-        for index, (plan, data) in enumerate(zip(self.plans, pickles, strict=True)):
-            order = StartOrder(
-                self._resident,
-                plan.next_info(),
-                options.threads,
-                plan=data,
-                set_up=set_up,
-                big_arrays=starting.big_arrays.places[index],
-                is_judged=is_judged and index == 0,
-                awaits_build=starting.in_turns,
-                place=index,
-            )
-            starting.orders.append(order)
+        starting.make_orders(self._resident, options.threads, set_up, self.plans, pickles, is_judged=is_judged)
         if not forks and self.plans:
             with Uninterrupted():
                 starting.launcher = LauncherOfPool(options)
@@ -190,22 +179,20 @@ class Pool(BasePool[Place]):
 
     def _let_build(self) -> None:
         """Has the workers build whose turn has come."""
-        for place in self._starting.next_to_build(self._places):
+        for place in self._starting.next_to_build(self._places, self._leaves):
             place.begins_to_build(self._limits.start_timeout)
             place.send_at_start(Build())
 
-    def _turns(self) -> str:
-        """The sentence about workers that wait for others to build; empty where none does."""
-        waiting = sum(place.awaits_turn for place in self._places)
-        done = sum(not place.starts for place in self._places)
-        return f" {done} of {len(self._places)} are done, and {waiting} wait for their turn." if waiting else ""
+    def _leaves(self, index: int) -> bool:
+        """True if the resident that was in a place before has not ended."""
+        return any(old.index == index for old, _ in self._leaving)
 
     def _await(self, is_done: Callable[[Place], bool], judge: MemoryPlan | None, count: int | None = None) -> None:
         """Waits until the first `count` places, or all, are done with a part of their start; raises once one fails."""
         while owed := [place for place in self._places[:count] if not is_done(place)]:
             heard = self._listen(min(SLICE_S, *(place.start_left_s() for place in owed)))
             self._starting.raise_failed(self._places)
-            self._notice.check(self._turns)
+            self._notice.check(lambda: turns_of(self._places))
             self.deliver_logs()
             if judge is not None:
                 judge.look(self._starting.reports)
@@ -214,7 +201,7 @@ class Pool(BasePool[Place]):
             late = next((place for place in owed if place.failed is None and place.start_left_s() == 0.0), None)
             if late is not None:
                 with self.whole():
-                    self._lose(late, late.too_slow(self._turns()))
+                    self._lose(late, late.too_slow(turns_of(self._places)))
             self._look(owed)
 
     # ---- messages
@@ -317,9 +304,12 @@ class Pool(BasePool[Place]):
             if place.starts:
                 if place.start_left_s() == 0.0:
                     with self.whole():
-                        self._lose(place, place.too_slow(self._turns()))
+                        self._lose(place, place.too_slow(turns_of(self._places)))
             elif (limit := place.asked and place.asked.limit) and (elapsed_s := place.owes_since()) > limit.s:
                 self.lose(place.index, limit.words, elapsed_s)
+        if self._leaving:
+            with self.whole():
+                self._let_leave()
         self.deliver_logs()
         self._look(self._places)
 
@@ -357,7 +347,7 @@ class Pool(BasePool[Place]):
             return self._nouns.patience + shown
         limit = self._nouns.start_limit(self._limits.start_timeout)
         until = f" It may go on until {limit}." if self._nouns.start_timeout else ""
-        return until + self._turns() + shown + place.rebuilding
+        return until + turns_of(self._places) + shown + place.rebuilding
 
     def _doing(self, place: Place) -> str:
         return place.building if place.starts else super()._doing(place)
@@ -372,15 +362,23 @@ class Pool(BasePool[Place]):
     # ---- replacing
 
     def replace(self, place: int, reason: str, successor: Successor, gently: CloseLimits) -> None:
-        """Has another worker take a place, once the old resident has closed within `gently`. Does not wait for it."""
+        """Has another worker take a place. It builds once the old resident has closed within `gently`; see `watch`."""
         old = self._open_place(place)
         with self.whole():
             closing = self._closing([old], gently, lambda _: 0)  # its answer is this replacement
             closing.ask()
-            closing.wait()
-            old.retire()
+            self._leaving.append((old, closing))
             self._replace(old, reason, successor, WorkerError(old.name, f"was replaced: {reason}"))
-        warn_of_cuts(closing.cuts)  # last: a warning may be an exception
+
+    def _let_leave(self) -> None:
+        """Looks at residents that close since others take their places, which build once these have ended."""
+        cuts: list[str] = []
+        for one in [(old, closing) for old, closing in self._leaving if closing.look(0.0)]:
+            one[0].retire()
+            self._leaving.remove(one)
+            cuts += one[1].cuts
+        self._let_build()
+        warn_of_cuts(cuts)  # last: a warning may be an exception
 
     def _lose(self, place: Place, error: BaseException) -> None:
         """Replaces a worker that cannot be used any more; where the owner has no successor, raises `error`.
@@ -414,12 +412,12 @@ class Pool(BasePool[Place]):
         self._require_open()
         place = self._places[index] = self._launch(index, successor.content)
         self._require_place(place)
-        place.replaces, place.tries = reason, old.tries + 1
+        place.replaces, place.tries, waits = reason, old.tries + 1, self._starting.in_turns or self._leaves(index)
         place.begins_to_build(self._limits.start_timeout)
         place.outbox.extend((Post, self.sealed(message)) for message in successor.messages)
         content = b"" if self._options.context == "fork" else dumps(successor.content)
         with contextlib.suppress(WorkerTimeout):  # the watch over its start reports that, as it does all losses
-            place.begins(*self._starting.order_of(index, content, self.plans[index].next_info()))
+            place.begins(*self._starting.order_of(index, content, self.plans[index].next_info(), waits=waits))
             self._let_build()
 
     def _require_place(self, place: Place) -> None:
@@ -429,10 +427,7 @@ class Pool(BasePool[Place]):
             self._require_open()
 
     def never_replaces(self) -> None:
-        if self._starting.inheritance is not None:
-            self._starting.inheritance.close()
-        if self._starting.big_arrays is not None:
-            self._starting.big_arrays.drop_pickles()
+        self._starting.never_again()
 
     # ---- closing
 
@@ -447,6 +442,8 @@ class Pool(BasePool[Place]):
             closing.ask()
             if meanwhile is None or meanwhile():
                 closing.wait()
+                while self._leaving and limits.call_s == math.inf:
+                    self._let_leave()
         finally:  # also when Ctrl-C ends the wait
             if self._is_closer():
                 self._end()
@@ -478,7 +475,8 @@ class Pool(BasePool[Place]):
 
     def _end(self) -> None:
         """Kills the workers that still run, and releases their fds, the launcher and the big arrays."""
-        kills, retires = [one.process.kill for one in self._places], [one.retire for one in self._places]
+        places = [*self._places, *(old for old, _ in self._leaving)]
+        kills, retires = [one.process.kill for one in places], [one.retire for one in places]
         raised: BaseException | None = None
         with Uninterrupted():
             for step in (*kills, *retires, self._let_go):
