@@ -798,8 +798,8 @@ class ProcessPoolContract(StartContract, PoolContract):
 
     def test_a_resident_that_is_replaced_and_does_not_close_is_cut_off(self, make: MakePool) -> None:
         pool = make(Doing(close=residents.hang))
+        pool.replace(0, "it is old", Successor("new"), SOON)
         with pytest.warns(RuntimeWarning, match="worker 0 was killed in close"):
-            pool.replace(0, "it is old", Successor("new"), SOON)
             assert answer(pool, 0, residents.plan) == "new"
 
     def test_a_step_over_its_limit_loses_the_worker(self, make: MakePool) -> None:

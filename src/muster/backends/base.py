@@ -75,6 +75,8 @@ class Backend(ABC):
     user_call: UserCall = MAKE_VEC
     slab: Slab
     caller: Caller
+    recycled = 0
+    """How many workers were replaced by ``recycle_after``."""
     notify_fd = -1
     """An eventfd that workers write to where the caller asks for that by `Caller.notify`; -1: there are none."""
     close_limits: CloseLimits = CloseLimits()
@@ -94,6 +96,14 @@ class Backend(ABC):
 
     def deliver_logs(self) -> None:
         """Hands log records of other processes to the caller's loggers."""
+
+    def recycle(self, host: int, reason: str, questions: Questions) -> None:
+        """Replaces a worker that is well, and owes nothing. questions: to the new envs."""
+        raise NotImplementedError
+
+    def ready_at(self, host: int) -> float | None:
+        """The moment since which a worker is ready, by `watched_s`; None while it starts."""
+        raise NotImplementedError
 
     def replaces_lost(self, worker_lost: WorkerLost | None) -> None:
         """Has workers that are lost replaced. worker_lost: called with each; None where its loss is an error."""

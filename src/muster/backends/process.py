@@ -219,6 +219,14 @@ class ProcessBackend(PooledBackend):
             self._post(host, dataclasses.replace(restart, options=options, rebuilds=rebuilds))
         return replaces
 
+    def recycle(self, host: int, reason: str, questions: Questions) -> None:
+        with self.whole():
+            self.pool.replace(host, reason, self._successor(host, questions), self.close_limits)
+        self.recycled += 1
+
+    def ready_at(self, host: int) -> float | None:
+        return self.pool.ready_at(host)
+
     def has_own_worker(self, env: int) -> bool:
         host = self.caller.host_of(env)
         return host < self.num_workers and len(self.envs_of(host)) == 1

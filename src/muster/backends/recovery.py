@@ -11,7 +11,7 @@ first request; the reason of the restart then says what was lost.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster._core import Command, InfoSchema, Status
 from muster.backends.base import Backend
+from muster.backends.recycling import Recycling
 from muster.errors import more
 from muster.hosts.questions import EnvQuestion, Kept
 from muster.hosts.requests import Restart
@@ -42,7 +43,10 @@ class _Restart:
 
 
 class Recovery:
-    """Restarts envs of one vector env. max_restarts: per worker, see `Budget`."""
+    """Restarts envs of one vector env. max_restarts: per worker, see `Budget`.
+
+    recycling: replaces workers now and then; None where nothing asks for that, see `recycles`.
+    """
 
     def __init__(self, backend: Backend, autoreset_mode: AutoresetMode, max_restarts: int, infos: InfoColumns) -> None:
         self._backend = backend
@@ -61,10 +65,14 @@ class Recovery:
         self._kept = Kept(backend.numbers, backend.pack)
         self._need_processes: set[int] = set()  # envs that could not be built again in the process that they were in
         self._warned_lost: set[str] = set()  # names of lost attributes that a warning has named
+        self._recycled = np.zeros(num_envs, np.int64)
+        self.recycling: Recycling | None = None
         self._caller.keep_rows(backend.slab.obs.arrays)
 
     def seeds_for_reset(self, env_ids: Array, seeds: Sequence[int | None], options: Any) -> list[int | None]:
         """Seeds for a reset, after which none of its envs is in `lost`; keeps seeds and options for later restarts."""
+        if self.recycling is not None:
+            self.recycling.look(env_ids.tolist(), resets=True)
         self._options = options
         chosen = []
         for env, seed in zip(env_ids.tolist(), seeds, strict=True):
@@ -84,6 +92,8 @@ class Recovery:
         Returns what the new envs are asked first.
         """
         self._count(host, reason)
+        if self.recycling is not None:
+            self.recycling.begins(host)
         pending = self._caller.lose_host(host)
         self._infos.forget(host)
         for env in envs:
@@ -91,13 +101,27 @@ class Recovery:
             (self._reasons if env in pending else self.lost)[env] = reason
         return self._kept.of(self._backend.numbers[envs.start : envs.stop])
 
+    def recycles(self, after: Mapping[str, float], most: int) -> None:
+        """Has workers replaced by `Recycling`."""
+        self.recycling = Recycling(self._backend, self._mode, after, most, self._recycle, self._count)
+
+    def _recycle(self, host: int, envs: range, reason: str, begin: Collection[int]) -> None:
+        self._backend.recycle(host, reason, self._kept.of(self._backend.numbers[envs.start : envs.stop]))
+        self._infos.forget(host)
+        self._recycled[envs.start : envs.stop] += 1
+        self.lost |= {env: "" if env in begin else reason for env in envs}
+
     def split(self, ids: Array) -> tuple[Array, Array]:
         """Splits envs that are about to be stepped into those that can be, and those in `lost`."""
+        if self.recycling is not None:
+            self.recycling.look((), resets=False)
         lost = [env for env in ids.tolist() if env in self.lost]
         return ids[~np.isin(ids, lost)], np.array(lost, np.int64)
 
     def answer_for(self, lost: Array) -> None:
         """Makes the `lost` envs of `split` pending; they answer as restarted."""
+        if not len(lost):
+            return
         with self._backend.whole():
             self._caller.request_resets(lost)
             for env in lost.tolist():
@@ -175,7 +199,8 @@ class Recovery:
             restart = self._restarts.pop(env, None)
             if restart is None:
                 continue
-            reasons[row] = restart.reason
+            if restart.reason:  # not of a worker that was recycled where its env had to be reset anyway
+                reasons[row] = restart.reason
             if restart.truncates:
                 self._truncate(env)
                 rewards[row], terminated[row], truncated[row] = 0.0, False, True
@@ -202,7 +227,7 @@ class Recovery:
         seed = self._seeds[env]
         if seed is None:
             return None
-        restarts = int(self._records["restarts"][env])
+        restarts = int(self._records["restarts"][env] + self._recycled[env])
         return seeds_of_envs(np.random.SeedSequence(seed, spawn_key=(restarts,)))[0]
 
     def _truncate(self, env: int) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from muster.arguments import one_of, seconds, whole
+from muster.errors import ConfigError
 from muster.pool.deaths import NOUNS, Nouns
 
 CLOSE_S = 60.0
@@ -56,6 +58,7 @@ class CloseLimits:
         return replace(self, busy_s=min(self.busy_s, HURRIED_S)) if is_hurried else self
 
 
+TRIGGERS = ("episodes", "steps", "seconds", "memory_bytes")
 AT_ONCE = CloseLimits(0.0, 0.0, 0.0)
 FOR_EVER = CloseLimits(math.inf, math.inf, math.inf, "")
 
@@ -74,6 +77,7 @@ class Limits:
     close_timeout: for each env's own ``close()``, None without a limit.  on_failure: "raise" or "restart".
     max_restarts: within a minute, of what is in one place.  nouns: for these options in errors.
     max_concurrent_starts: workers that build at the same time, None for all.
+    recycle_after: by a name of `TRIGGERS`, how much a worker does, or holds, until it is replaced; None for ever.
     closing: what holds in the place of `close_timeout`, for front ends that close as others do.
     Raises ConfigError.
     """
@@ -86,6 +90,7 @@ class Limits:
     nouns: Nouns = NOUNS
     closing: CloseLimits | None = None
     max_concurrent_starts: int | None = None
+    recycle_after: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         one_of("on_failure", self.on_failure, ("raise", "restart"))
@@ -95,7 +100,21 @@ class Limits:
         whole("max_restarts", self.max_restarts, 0)
         if self.max_concurrent_starts is not None:
             whole("max_concurrent_starts", self.max_concurrent_starts, 1)
+        if self.recycle_after is not None:
+            self._check_recycling(self.recycle_after)
         self.close()
+
+    def _check_recycling(self, after: Any) -> None:
+        names = ", ".join(f'"{name}"' for name in TRIGGERS)
+        if not isinstance(after, Mapping) or not after or not set(after) <= set(TRIGGERS):
+            raise ConfigError("recycle_after", f"a dict with some of {names}, and a number for each", after)
+        for name, value in after.items():
+            if name == "seconds":
+                seconds("recycle_after['seconds']", value)
+            else:
+                whole(f"recycle_after[{name!r}]", value, 1)
+        if self.restarts is None:
+            raise ConfigError("recycle_after", 'left out without on_failure="restart", which replaces workers', after)
 
     @property
     def restarts(self) -> int | None:

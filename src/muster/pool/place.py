@@ -376,9 +376,9 @@ class Starting:
 
     def next_to_build(self, places: Sequence[Place], is_held: Callable[[int], bool]) -> list[Place]:
         """The places where workers may begin to build now, in their order. is_held: those that must wait."""
-        builds = sum(place.starts and not place.awaits_turn for place in places)
-        most = 1 if self.is_first_alone else self.most or len(places)
-        return [one for one in places if one.awaits_turn and not is_held(one.index)][: max(0, most - builds)]
+        room = (self.most or len(places)) - sum(one.starts and not one.awaits_turn for one in places)
+        waiting = [one for one in places if one.awaits_turn and not is_held(one.index)]
+        return [one for one in waiting[: max(0, room)] if one.index == 0 or not self.is_first_alone]
 
     def order_of(
         self, index: int, content: bytes | None = None, info: WorkerInfo | None = None, *, waits: bool = False

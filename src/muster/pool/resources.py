@@ -211,6 +211,16 @@ def private_bytes(pid: int) -> int | None:
     return sum(private) if private else None
 
 
+def held_by(pid: int | None, least: float) -> int:
+    """Bytes of memory that only process `pid` and those that it has started hold; 0 where that is below `least`.
+
+    Walks page tables, which takes a while, only where these processes have so much that belongs to no file.
+    """
+    if pid is None or (_of_all(pid, anonymous_bytes) or 0) < least:
+        return 0
+    return _of_all(pid, private_bytes) or 0
+
+
 def own_memory_bytes() -> int:
     """Bytes of memory that only this process holds, or only one of its children; 0 where the kernel does not say."""
     return sum(private_bytes(one) or 0 for one in (os.getpid(), *(descendants(os.getpid()) or ())))

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no types
 
 from muster.arguments import whole
+from muster.backends.recycling import RECYCLED
 from muster.errors import ClosedError, ConfigError, UsageError
 from muster.introspection import caller_stacklevel
 from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
@@ -149,7 +150,8 @@ class BatchSource(ABC):
         for note in self._episodes.notes:
             warnings.warn(f"episode_info: {note}", UserWarning, stacklevel=caller_stacklevel())
         self.last_losses = [loss._replace(env=first_env + loss.env) for loss in storage.losses]
-        for loss in self.last_losses:  # Python's default filter shows each env's failures once for each reason.
+        failed = [loss for loss in self.last_losses if not loss.reason.startswith(RECYCLED)]
+        for loss in failed:  # Python's default filter shows each env's failures once for each reason.
             warnings.warn(
                 f"env {loss.env} failed and was replaced; its episode ends truncated with a masked row. "
                 f"The reason: {loss.reason}",

@@ -86,6 +86,8 @@ def assemble(
         recovery: Recovery | None = None
         if options.max_restarts is not None:
             recovery = Recovery(backend, options.autoreset_mode, options.max_restarts, columns)
+            if options.limits is not None and options.limits.recycle_after:
+                recovery.recycles(options.limits.recycle_after, options.limits.max_concurrent_starts or 1)
         backend.replaces_lost(None if recovery is None else recovery.worker_died)
         return Assembled(backend, parts, options, facts[0], spaces, writer, InfoReader(columns), recovery)
     except BaseException:

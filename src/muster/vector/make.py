@@ -56,6 +56,7 @@ def make_vec(
     on_failure: str = "raise",
     max_restarts: int = 10,
     max_concurrent_starts: int | None = None,
+    recycle_after: Mapping[str, float] | None = None,
     check_finite: bool = False,
     threads_per_worker: int = 1,
     groups: Mapping[Any, str] | None = None,
@@ -115,6 +116,14 @@ def make_vec(
     max_concurrent_starts: how many workers build their envs at the same time, for simulators whose starts are in each
         other's way: the next one begins once one is ready, in the order of their indices, and `start_timeout` counts
         from its own turn. Workers that replace others take turns, too. None for all at once.
+    recycle_after: with ``on_failure="restart"``, for envs that leak: a worker is replaced after so many ``"episodes"``,
+        ``"steps"`` or ``"seconds"``, or once it and its children hold so many ``"memory_bytes"`` of their own, as in
+        ``{"episodes": 500, "memory_bytes": 2 << 30}``. It is looked at every 0.5 s, and replaced where its env begins
+        an episode: the old env is closed first, within `close_timeout`, and the reset that is due is the new one's. No
+        row is lost, and ``stats()["recycled"]`` counts it. With ``"same_step"``, and of other envs in the same worker,
+        which are in the middle of episodes, the next row ends the episode truncated, with the reason in
+        ``infos["restarted"]``; such a worker is replaced once none of its envs owes an answer. One worker at a time, or
+        `max_concurrent_starts`.
     check_finite: raise on NaN or infinity in observations and rewards.
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker, where the environment does not say
         it (``OMP_NUM_THREADS``).
@@ -159,6 +168,7 @@ def make_vec(
     limits = Limits(
         *(start_timeout, step_timeout, close_timeout, on_failure, max_restarts),
         max_concurrent_starts=max_concurrent_starts,
+        recycle_after=recycle_after,
     )
     copy, check_finite, concurrent = flags(copy=copy, check_finite=check_finite, concurrent=concurrent)
     processes = Processes(context, threads_per_worker, worker_env, concurrent=concurrent)
@@ -166,6 +176,10 @@ def make_vec(
     if concurrent and (caller_steps or one_env_per_process):
         other = "caller_steps" if caller_steps else "one_env_per_process"
         raise ConfigError("concurrent", f"left out with {other}: it is for workers with several envs", True)
+    if concurrent and recycle_after is not None:
+        raise ConfigError(
+            "recycle_after", "left out with concurrent: its worker's envs end at no time together", recycle_after
+        )
     num_workers = check_workers("num_workers", num_workers)
     recipes = adapted_recipes(env, num_envs, env_kwargs, wrappers, groups, state)
     asked = {"num_workers": num_workers is not None, "caller_steps": caller_steps, "concurrent": concurrent}
@@ -179,6 +193,7 @@ def make_vec(
             "num_workers": AUTO if num_workers == AUTO else None,
             "worker_env": worker_env,
             "max_concurrent_starts": max_concurrent_starts,
+            "recycle_after": recycle_after,
         }
         if name := next((name for name, value in unfit.items() if value not in (None, False)), None):
             expected = f"left out with the {backend} backend, which has no worker processes"
@@ -207,7 +222,7 @@ def make_vec(
         chosen = ProcessBackend(
             recipes, ProcessOptions(processes, limits, workers, caller_steps, one_env_per_process, memory_check)
         )
-    stepping = SteppingOptions(mode, copy, check_finite, limits.restarts, caller_steps)
+    stepping = SteppingOptions(mode, copy, check_finite, limits.restarts, caller_steps, limits)
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=partial(equal_spaces, bounds=False))
     return vector_env_of(chosen, parts, stepping)
 

@@ -14,6 +14,7 @@ from muster.backends.recovery import Recovery
 from muster.envs.layout import layout_difference
 from muster.errors import SpecMismatch
 from muster.hosts.env_facts import EnvFacts
+from muster.pool.limits import Limits
 from muster.spaces.tree import Space, SpaceNode
 from muster.transport.infos import InfoReader
 from muster.vector.action_writers import ActionWriter
@@ -56,13 +57,17 @@ class Parts:
 
 @dataclass(frozen=True)
 class SteppingOptions:
-    """The options of one vector env's stepping. max_restarts: None where a failure is an error at once."""
+    """The options of one vector env's stepping. max_restarts: None where a failure is an error at once.
+
+    limits: of a vector env that recycles its workers.
+    """
 
     autoreset_mode: AutoresetMode
     copy: bool = True
     check_finite: bool = False
     max_restarts: int | None = None
     caller_steps: bool = False
+    limits: Limits | None = None
 
 
 @dataclass(frozen=True)

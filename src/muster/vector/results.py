@@ -83,7 +83,8 @@ class Statistics:
             seen.append((envs, state, process[0]))
         before, self._before = self._before, look_inside(seen)
         env_steps, _, restarts = self.counts()
-        said = {"env_steps": env_steps, "restarts": restarts, "processes": len({pid for _, _, pid in seen} - {None})}
+        said = {"env_steps": env_steps, "restarts": restarts, "recycled": backend.recycled}
+        said["processes"] = len({pid for _, _, pid in seen} - {None})
         return {**said, "verdict": verdict(before, self._before).sentence, "workers": hosts}
 
     def counts(self) -> tuple[int, int, int]:

@@ -381,11 +381,11 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         """Sends to the envs `ids`, or to all. as_whole: all of these are waited for at once, for `copies` or views."""
         caller, recovery = self._caller, self._recovery
         objects = not caller.write(actions, ids) and self._writer.write(actions, self._all if ids is None else ids)
-        if recovery is None or not recovery.lost:
+        if recovery is None or not (recovery.lost or recovery.recycling):
             return caller.send(ids, objects, as_whole, copies)
         alive, lost = recovery.split(self._all if ids is None else ids)
         if len(alive):
-            caller.send(alive, objects, as_whole, copies)
+            caller.send(alive if len(lost) else ids, objects, as_whole, copies)
         return recovery.answer_for(lost)
 
     def _take_all(self, doing: str, timeout: float | None, copies: bool, reader: InfoReader | None) -> Rows:
