@@ -22,6 +22,7 @@ from muster.pool.environment import WorkerEnv
 from muster.pool.limits import AT_ONCE, Limit, Limits
 from muster.pool.messages import Failed
 from muster.pool.notices import starts_unsaid
+from muster.pool.output import QUIET
 from muster.pool.place import Plan
 from muster.pool.pool import Pool
 from muster.pool.set_up import NO_INIT, ChosenInit, Processes
@@ -222,6 +223,7 @@ class Trials:
                 preloads=_PRELOADS,
                 hash_seed=hash_seed,
                 are_apart=True,
+                output=QUIET,
             ),
             _Owner(),
             Limits(self.stage_timeout_s),

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from muster.errors import UnknownMessage
 from muster.introspection import type_name
+from muster.pool.output import INHERIT
 from muster.pool.set_up import SetUp
 from muster.transport.big_arrays import Place
 from muster.worker_info import WorkerInfo
@@ -78,6 +79,7 @@ class StartOrder(Message):
     is_judged: bool = False  # whether the owner wants to know what building costs
     awaits_build: bool = False  # whether the worker imports what its plan needs, but builds only after `Build`
     place: int = 0  # in the pool
+    output: str = INHERIT  # see `checked_output`
 
 
 @dataclass(eq=False)

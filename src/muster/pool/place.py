@@ -24,7 +24,9 @@ from muster.pool.environment import Surroundings
 from muster.pool.launcher_client import LauncherOfPool
 from muster.pool.limits import Limit
 from muster.pool.messages import Inherited, Message, Post, Question, StartOrder, message_of
+from muster.pool.output import INHERIT, head_log, open_output
 from muster.pool.resources import Usage, usage_of
+from muster.pool.set_up import Processes
 from muster.pool.watch import Activity
 from muster.pool.worker_process import (
     WorkerFiles,
@@ -352,7 +354,7 @@ class Starting:
     def make_orders(
         self,
         resident: str,
-        threads: int,
+        options: Processes,
         set_up: Any,
         plans: Sequence[Plan],
         pickles: Sequence[bytes],
@@ -364,13 +366,14 @@ class Starting:
             order = StartOrder(
                 resident,
                 plan.next_info(),
-                threads,
+                options.threads,
                 plan=data,
                 set_up=set_up,
                 big_arrays=() if self.big_arrays is None else self.big_arrays.places[index],
                 is_judged=is_judged and index == 0,
                 awaits_build=self.in_turns,
                 place=index,
+                output=options.output,
             )
             self.orders.append(order)
 
@@ -414,11 +417,16 @@ class Starting:
 
 
 def launch(
-    index: int, shared_fds: Mapping[str, int], start: Callable[[Mapping[str, int]], Started], *, is_apart: bool
+    name: WorkerName,
+    index: int,
+    shared_fds: Mapping[str, int],
+    start: Callable[[Mapping[str, int]], Started],
+    options: Processes,
+    why: str,
 ) -> tuple[WorkerProcess, socket.socket]:
     """Starts a worker by `start`, which receives its fds by name; returns its process, and our end of the channel.
 
-    is_apart: whether it leads a session, and what it prints goes nowhere.  Raises OSError, LauncherLost.
+    why: for the head of its part of its log; empty for the first one.  Raises OSError, LauncherLost.
     """
     with contextlib.ExitStack() as theirs_only, contextlib.ExitStack() as ours_on_failure:
         ours, theirs = socket.socketpair()
@@ -435,9 +443,10 @@ def launch(
         caller = os.pidfd_open(os.getpid())
         theirs_only.callback(os.close, caller)
         stdout, stderr = stream_fd(sys.__stdout__, 1), stream_fd(sys.__stderr__, 2)
-        if is_apart:
-            stdout = stderr = os.open(os.devnull, os.O_WRONLY)
-            theirs_only.callback(os.close, stdout)
+        log: int | None = None
+        if options.output != INHERIT:
+            log = stdout = stderr = open_output(options.output, f"{name.noun}-{index}")
+            ours_on_failure.callback(os.close, log)
         pid, pidfd, status = start(
             {
                 **shared_fds,
@@ -452,7 +461,10 @@ def launch(
             }
         )
         ours_on_failure.pop_all()
-    return WorkerProcess(pid, pidfd, status, WorkerFiles(tail, stacks, stderr_read), is_apart=is_apart), ours
+    if log is not None:
+        head_log(log, f"{name}, pid {pid}: {why or 'it starts'}")
+    files = WorkerFiles(tail, stacks, stderr_read, log)
+    return WorkerProcess(pid, pidfd, status, files, is_apart=options.are_apart), ours
 
 
 class Budget:

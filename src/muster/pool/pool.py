@@ -138,7 +138,7 @@ class Pool(BasePool[Place]):
         self._log_inbox = LogInbox(self._own_files["logs"], self._take_logs)
         self.log_flag = self._log_inbox.flag
         starting.big_arrays = BigArrays(self._own_files["arrays"], [plan.big for plan in self.plans])
-        starting.make_orders(self._resident, options.threads, set_up, self.plans, pickles, is_judged=is_judged)
+        starting.make_orders(self._resident, options, set_up, self.plans, pickles, is_judged=is_judged)
         if not forks and self.plans:
             with Uninterrupted():
                 starting.launcher = LauncherOfPool(options)
@@ -153,7 +153,7 @@ class Pool(BasePool[Place]):
             place.begins(*self._starting.order_of(place.index))
         self._let_build()
 
-    def _launch(self, index: int, content: Any) -> Place:
+    def _launch(self, index: int, content: Any, why: str = "") -> Place:
         plan, starting = self.plans[index], self._starting
         name = self._nouns.name(index, plan.envs)
         settings = self._nouns.process_name(index), starting.surroundings[index], self._options.are_apart
@@ -171,7 +171,7 @@ class Pool(BasePool[Place]):
         fds, count = {**self._files, **self._own_files}, len(self.plans)
         try:
             with naming_limits(f"{name}, of {count}, could not start"), standard_fds():
-                process, channel = launch(index, fds, start, is_apart=settings[-1])
+                process, channel = launch(name, index, fds, start, self._options, why)
         except LauncherLost:
             raise WorkerError(name, "could not start: the process that starts workers ends each time") from None
         to = Channel(channel, functools.partial(self._watch_sending, index), shares_main=forks)
@@ -410,7 +410,7 @@ class Pool(BasePool[Place]):
         index = old.index
         self._is_answered(old, Lost(index, error))
         self._require_open()
-        place = self._places[index] = self._launch(index, successor.content)
+        place = self._places[index] = self._launch(index, successor.content, reason)
         self._require_place(place)
         place.replaces, place.tries, waits = reason, old.tries + 1, self._starting.in_turns or self._leaves(index)
         place.begins_to_build(self._limits.start_timeout)

@@ -23,6 +23,7 @@ from muster.pickling.functools_pickling import dumps as by_value
 from muster.pickling.main_module import MAIN_NAMES, Init
 from muster.pool.environment import WorkerEnv
 from muster.pool.logs import LogLevels
+from muster.pool.output import INHERIT, checked_output
 from muster.pool.script import Script
 
 WorkerInit = Callable[[], Any] | Literal["script"] | None
@@ -72,7 +73,8 @@ class Processes:
     threads: of each process's numeric libraries.
     worker_env: changes to the environment of the workers.  init: what each worker does before it unpacks its plan.
     preloads: modules that a launcher imports before it forks workers.  hash_seed: PYTHONHASHSEED, not under fork.
-    are_apart: whether each worker leads a session, which ends with it, and nobody gets what the workers print and log.
+    are_apart: whether each worker leads a session, which ends with it, and nobody gets what the workers log.
+    output: where what they print goes, see `checked_output`.
     set_up: what each worker sets up before that, not under fork; None for that of the process that starts them.
     worker: the noun in the names of its options.
     concurrent: whether each steps all its envs at the same time.  Raises ConfigError.
@@ -88,10 +90,12 @@ class Processes:
     set_up: SetUp | None = None
     worker: str = "worker"
     concurrent: bool = False
+    output: str = INHERIT
 
     def __post_init__(self) -> None:
         one_of("context", self.context, CONTEXTS)
         whole(f"threads_per_{self.worker}", self.threads, 1)
+        object.__setattr__(self, "output", checked_output(self.output))
         if self.context == "auto":
             object.__setattr__(self, "context", "forkserver")
 

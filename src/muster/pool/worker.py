@@ -44,6 +44,7 @@ from muster.pool.messages import (
     Unpacking,
     expect,
 )
+from muster.pool.output import INHERIT, take_output
 from muster.pool.resources import limit_reached
 from muster.pool.set_up import about_script
 from muster.pool.watch import Activity, activity_in
@@ -203,6 +204,8 @@ class Worker:
         if forked:
             freeze_heap(collects=False)
         order = expect(StartOrder, self._channel.recv())
+        if order.output != INHERIT:
+            take_output(order.output)
         with worker_info_context(order.info):
             if forked:
                 limit_threads(order.threads)  # a fork has none of the threads that torch's pool would wait for

@@ -88,11 +88,13 @@ class WorkerFiles(NamedTuple):
 
     tail: a file of what it wrote to stderr last, and its crash report.  stacks: one of the stacks that it was asked
     for: in the other they would mix with what it prints meanwhile.  stderr: the pipe to its watchdog.
+    log: where what it prints goes; None where that is where this process prints.
     """
 
     tail: int
     stacks: int
     stderr: int
+    log: int | None = None
 
 
 class WorkerProcess:
@@ -102,7 +104,6 @@ class WorkerProcess:
         self, pid: int, pidfd: int, status_fd: int | None, files: WorkerFiles, *, is_apart: bool = False
     ) -> None:
         self.pid = pid
-        self._is_apart = is_apart
         self._pidfd = pidfd
         self._status_fd = status_fd  # None for a child of this process: `waitpid` returns its status
         self._files = files
@@ -186,7 +187,7 @@ class WorkerProcess:
 
     def _pass_on_rest(self) -> None:
         """Writes to stderr what the worker wrote there last, and did not live to pass on; never waits for a reader."""
-        stderr = stream_fd(sys.__stderr__, 2)
+        stderr = stream_fd(sys.__stderr__, 2) if self._files.log is None else self._files.log
         poller = select.poll()
         poller.register(stderr, select.POLLOUT)
         with contextlib.suppress(OSError):
@@ -197,7 +198,7 @@ class WorkerProcess:
                     break
                 self._rest += said
                 has_room = poller.poll(0) == [(stderr, select.POLLOUT)]  # so much can be written at once
-                if has_room and not self._is_apart:
+                if has_room:
                     os.write(stderr, said)
 
     def _reap(self) -> int | None:
@@ -264,9 +265,10 @@ def _significant_lines(lines: list[str]) -> list[str]:
     stacks = current or others
     if not stacks:
         return lines[-_TAIL_LINES:]
-    first = max(0, stacks[-1] - 5)
-    end = first + _TAIL_LINES
-    return lines[first:end] + lines[max(end, len(lines) - 5) :]
+    first = min(current + others)  # what stands before is no other thread's stack
+    said = lines[max(0, first - 5) : first]
+    end = stacks[-1] + _TAIL_LINES - len(said)
+    return said + lines[stacks[-1] : end] + lines[max(end, len(lines) - 5) :]
 
 
 class Poller:

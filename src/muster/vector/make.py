@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from muster.hosts.env_facts import is_awaited_class
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
 from muster.pool.limits import CLOSE_S, Limits
+from muster.pool.output import INHERIT
 from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
@@ -63,6 +65,7 @@ def make_vec(
     state: bool = False,
     worker_env: WorkerEnv | None = None,
     worker_init: WorkerInit = None,
+    worker_output: str | os.PathLike[str] = INHERIT,
     memory_check: str = "error",
 ) -> VectorEnv | MultiAgentVectorEnv:
     """A vector env: N envs, stepped in parallel by worker processes, behind Gymnasium's `VectorEnv` API.
@@ -145,6 +148,10 @@ def make_vec(
         error handling (``np.seterr``), torch's default dtype and the recursion limit are copied anyway; warning filters
         are not. Where this process steps envs (serial, thread, `caller_steps`) it calls the function once, too; the
         script has run here already.
+    worker_output: where what workers and their children print goes: "inherit", to where this process prints; "quiet",
+        nowhere; or a folder, with a file for each, ``worker-3.log``, to which each start adds a line with the time, the
+        pid, the envs and the reason. A file of 16 MB is begun anew, and kept as ``worker-3.log.1``. Errors quote the
+        last lines of stderr in any case.
     memory_check: what to do if the envs in worker processes will not fit into the memory that the cgroup or the
         machine has left, estimated from the first ones that were built: "error", "warn" or "off". All are built at the
         same time where that is "off", or where 1 GB is left for each; else those after the first begin once that is
@@ -171,7 +178,8 @@ def make_vec(
         recycle_after=recycle_after,
     )
     copy, check_finite, concurrent = flags(copy=copy, check_finite=check_finite, concurrent=concurrent)
-    processes = Processes(context, threads_per_worker, worker_env, concurrent=concurrent)
+    output: Any = worker_output
+    processes = Processes(context, threads_per_worker, worker_env, concurrent=concurrent, output=output)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
     if concurrent and (caller_steps or one_env_per_process):
         other = "caller_steps" if caller_steps else "one_env_per_process"
@@ -194,6 +202,7 @@ def make_vec(
             "worker_env": worker_env,
             "max_concurrent_starts": max_concurrent_starts,
             "recycle_after": recycle_after,
+            "worker_output": None if processes.output == INHERIT else worker_output,
         }
         if name := next((name for name, value in unfit.items() if value not in (None, False)), None):
             expected = f"left out with the {backend} backend, which has no worker processes"

@@ -1,0 +1,96 @@
+"""What becomes of what workers print: ``worker_output``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from muster.errors import ConfigError
+
+_log = logging.getLogger("muster")
+
+INHERIT, QUIET = "inherit", "quiet"
+MOST_BYTES = 16 << 20
+"""What a worker's log may grow to before the worker begins it anew, and keeps it as ``.1``."""
+_LOOK_S = 1.0
+
+
+def checked_output(value: Any) -> str:
+    """``worker_output`` as text; a folder is made, and absolute. Raises ConfigError."""
+    if value in (INHERIT, QUIET):
+        return str(value)
+    expected = f'"{INHERIT}", "{QUIET}" or a folder that can be written'
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "://" in os.fspath(value):
+        raise ConfigError("worker_output", expected, value)
+    folder = Path(value).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("worker_output", f"{expected} ({error.strerror})", value) from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError("worker_output", expected, value)
+    return str(folder)
+
+
+def open_output(output: str, name: str) -> int:
+    """An fd for the stdout and stderr of a worker. name: of its log. One that cannot be opened now costs a warning."""
+    if output != QUIET:
+        try:
+            return os.open(f"{output}/{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            _log.warning("%s/%s.log: %s; what that worker prints is lost", output, name, error.strerror)
+    return os.open(os.devnull, os.O_WRONLY)
+
+
+def head_log(fd: int, about: str) -> None:
+    """Begins a worker's part of its log. about: the worker, and why it is started; of that the first line."""
+    with contextlib.suppress(OSError):  # the worker warns of a disk that is full
+        os.write(fd, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {about.splitlines()[0]}\n".encode())
+
+
+class _Stream(io.FileIO):
+    """stdout or stderr of a worker. Where that cannot be written, the text is lost, and no step fails."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self._has_warned = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned, path = True, os.readlink(f"/proc/self/fd/{self.fileno()}")
+                _log.warning("%s: %s; what that worker prints is lost", path, error.strerror)
+            return len(data)
+
+
+def take_output(output: str) -> None:
+    """Has this worker print to its fds 1 and 2, also where what it was forked from had other streams.
+
+    A log, its fd 1, does not grow without end.
+    """
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        encoding, errors = (getattr(getattr(sys, name), one, None) for one in ("encoding", "errors"))
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(_Stream(fd)), encoding, errors, line_buffering=True))
+    if output != QUIET:
+        path = os.readlink("/proc/self/fd/1")
+        threading.Thread(target=_turn_over, args=(path,), name="muster-log", daemon=True).start()
+
+
+def _turn_over(path: str) -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        with contextlib.suppress(OSError):
+            if os.fstat(1).st_size > MOST_BYTES:
+                with open(path, "rb") as log, open(f"{path}.1", "wb") as kept:
+                    while part := log.read(1 << 20):
+                        kept.write(part)
+                os.ftruncate(1, 0)
