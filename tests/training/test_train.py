@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 import threading
@@ -305,3 +306,21 @@ def test_a_config_may_be_options_or_a_file(tmp_path: Path):
     assert run.policy.plan.config.ent_coef == 0.01  # of the preset
     config = PPOConfig(total_steps=8, num_envs=2, num_steps=4, num_minibatches=1)
     assert package.train(Walk, config, backend="serial", run_dir=tmp_path / "b").policy.plan.config == config
+
+
+@pytest.mark.parametrize("output", ["logs", "quiet"])
+def test_what_workers_print_goes_into_the_runs_folder(tmp_path: Path, output: str, capfd: pytest.CaptureFixture[str]):
+    def make() -> gym.Env[Any, Any]:
+        if os.getpid() != here:
+            print("an env is made")
+        return gym.make("CartPole-v1")
+
+    here = os.getpid()  # which may make one, too, for the film
+    options = {**SMALL, "backend": "process", "num_workers": 1, "eval_every": 16, "eval_episodes": 1}
+    package.train(make, run_dir=tmp_path / "run", worker_output=output, **options)
+    log = tmp_path / "run" / "logs" / "worker-0.log"
+    assert log.exists() == (output == "logs")
+    assert "an env is made" not in capfd.readouterr().out
+    assert "worker_output" not in (tmp_path / "run" / "config.json").read_text()
+    with pytest.raises(ConfigError, match="worker_output must be left out with collectors"):
+        package.train(make, run_dir=tmp_path / "other", worker_output=output, num_collectors=1, total_steps=1)

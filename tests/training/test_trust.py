@@ -42,6 +42,7 @@ def test_each_field_of_a_config_is_judged():
     for part, kind in (("make_vec", MakeVecOptions), ("collectors", CollectorsOptions), ("run", RunOptions)):
         held.remove(part)
         held |= {f"{part}.{field.name}" for field in dataclasses.fields(kind)}
+    held.remove("run.worker_output")  # not of a config: see `test_a_config_says_not_where_workers_print`
     assert sorted(held) == sorted([*HARMLESS.split(), *JUDGED])
 
 
@@ -195,3 +196,10 @@ print(json.dumps([len(places), "127.0.0.1" in runs[0].settings.base_url, runs[0]
 for run in runs:
     run.finish()
 """
+
+
+def test_a_config_says_not_where_workers_print(foreign: Callable[..., None], tmp_path: Path):
+    foreign(run={"worker_output": str(tmp_path / "elsewhere")})
+    result = muster("train", "--resume", "run", "--total-steps=96")
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "elsewhere").exists()

@@ -155,16 +155,13 @@ class MultiCollector(BatchSource):
         self.policy = policy
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
         self._num_collectors = num_collectors = whole("num_collectors", num_collectors, 1)
-        limits = Limits(
-            *(start_timeout, collect_timeout, close_timeout, on_failure, max_restarts, collector_nouns(())),
-            max_concurrent_starts=max_concurrent_starts,
-        )
-        processes = Processes(context, threads_per_collector, worker="collector")
+        failing = on_failure, max_restarts, collector_nouns(()), None, max_concurrent_starts
+        limits = Limits(start_timeout, collect_timeout, close_timeout, *failing)
         recipes = _understood(envs, num_envs, num_collectors, make_vec_options, far=cluster is not None)
-        how = sync, limits, _with_users(processes, num_collectors, make_vec_options or {})
+        how = sync, limits, _with_users(context, threads_per_collector, num_collectors, make_vec_options or {})
         for_each = {"reset_at_each_iter": reset_at_each_iter, "exploration": exploration, **self._limits}
-        for_each |= {"policy_device": device if policy_device is None else policy_device}
-        for_each |= {"initial_state": dict(initial_state or {})}
+        acts_on = device if policy_device is None else policy_device
+        for_each |= {"policy_device": acts_on, "initial_state": dict(initial_state or {})}
         self._collectors = self._begin(envs, recipes, make_vec_options, policy_factory, *how, for_each)
 
     def _begin(
@@ -341,8 +338,9 @@ def _checked(cluster: RayCluster | Engine | str | None, context: str) -> RayClus
     )
 
 
-def _with_users(processes: Processes, num_collectors: int, make_vec_options: Mapping[str, Any]) -> Processes:
-    """`processes` with what users set for each of them."""
+def _with_users(context: str, threads: int, num_collectors: int, make_vec_options: Mapping[str, Any]) -> Processes:
+    """The options of the collectors' processes, with what users set for each of them."""
+    processes = Processes(context, threads, worker="collector")
     changes = changes_of(make_vec_options.get("worker_env"), num_collectors, worker="collector")
     init = choose_init(make_vec_options.get("worker_init"), starts_fresh=processes.context != "fork")
     return replace(processes, worker_env=changes, init=init)

@@ -20,6 +20,7 @@ from muster.algorithms.ppo_config import POLICIES, MAPPOConfig, PPOConfig
 from muster.arguments import check_options, fields_of, option, option_of
 from muster.errors import ConfigError, RecipeError, RunConfigError, UsageError, printable
 from muster.extras import installed_version
+from muster.pool.output import INHERIT, QUIET
 from muster.recipes.known_envs import installed_alone, is_of_known_library, not_installed
 from muster.recipes.named import callable_named, env_named, name_of, split_name
 from muster.rollout.episodes import reported
@@ -35,6 +36,12 @@ IN_FOLDER = ("csv", "tensorboard")  # the loggers that write into the run's fold
 KNOWN_LOGGERS = (*IN_FOLDER, "wandb")
 
 
+_VEC, _SET = (
+    SimpleNamespace(**{name: one.default for name, one in inspect.signature(maker).parameters.items()})
+    for maker in (make_vec, MultiCollector)
+)
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Options of a run apart from training, also when it is resumed."""
@@ -48,6 +55,10 @@ class RunOptions:
     checkpoint_every: int | None = option(None, "env steps between two copies of the checkpoint; None: none", least=1)
     keep: int | None = option(None, "how many of these copies stay, the newest; None: all", least=1)
     init_from: str | None = option(None, "another run's folder: begin with its weights and statistics where they fit")
+    worker_output: str = option(
+        _VEC.worker_output,
+        "what workers print: inherit, quiet, or a folder for logs, in the run's; not kept for a resume",
+    )
     device: str = option("auto", "cpu, cuda, cuda:1 or mps; auto: the GPU for images and large networks, else the CPU")
     log: tuple[str, ...] = option(
         ("csv", "tensorboard"),
@@ -62,12 +73,6 @@ class RunOptions:
             raise ConfigError("log", "a list that names each logger once", self.log)
         if unknown := [name for name in self.log if name not in KNOWN_LOGGERS and not all(split_name(name))]:
             raise ConfigError("log", f"{', '.join(KNOWN_LOGGERS)}, module:function or file.py:function", unknown[0])
-
-
-_VEC, _SET = (
-    SimpleNamespace(**{name: one.default for name, one in inspect.signature(maker).parameters.items()})
-    for maker in (make_vec, MultiCollector)
-)
 
 
 @dataclass(frozen=True)
@@ -243,11 +248,18 @@ class TrainingPlan:
         differing = {name: one for name, one in around.items() if one} | changed
         return " ".join(f"{name}={_in_words(one)}" for name, one in differing.items())
 
+    def printing_to(self, folder: Path | None) -> TrainingPlan:
+        """The plan with `run.worker_output` as `make_vec` takes it, for a run in this folder."""
+        if folder is None or self.run.worker_output in (INHERIT, QUIET):
+            return self
+        return replace(self, run=replace(self.run, worker_output=str(folder / self.run.worker_output)))
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as config.json holds it."""
         run = {"env": _as_name(self.env), "algorithm": self.algorithm, "preset": self.preset, **asdict(self.config)}
         made = {"env_kwargs": dict(self.env_kwargs), "wrappers": list(map(_as_name, self.wrappers))}
-        parts = {"run": asdict(self.run), "make_vec": dict(self.options), "collectors": dict(self.collectors)}
+        kept = {name: value for name, value in asdict(self.run).items() if name != "worker_output"}
+        parts = {"run": kept, "make_vec": dict(self.options), "collectors": dict(self.collectors)}
         return {**run, **made, **parts, "with": _versions()}
 
     @contextmanager
@@ -367,7 +379,7 @@ def plan_of(path: Path) -> TrainingPlan:
             f"{', '.join(map(repr, unfit or ['algorithm']))}."
         )
     try:
-        options, run = options_of(kind, config), options_of(RunOptions, config["run"])
+        options, run = options_of(kind, config), options_of(RunOptions, {**config["run"], "worker_output": INHERIT})
         makers_of({**config["make_vec"], **config["collectors"]})
     except ConfigError as error:
         raise RunConfigError(f"{path / 'config.json'}: {error}") from None

@@ -8,6 +8,7 @@ from typing import Any
 from muster.algorithms.ppo_config import MAPPOConfig
 from muster.errors import UsageError
 from muster.extras import require
+from muster.pool.output import INHERIT
 from muster.training.plan import TrainingPlan
 from muster.training.preset_wrappers import flat
 from muster.training.presets import preset_named
@@ -34,6 +35,8 @@ def open_run_envs(
     count = plan.config.num_envs if num_envs is None else num_envs
     left_out = () if count == plan.config.num_envs else FOR_SEVERAL
     made = {name: value for name, value in plan.options.items() if name not in left_out}
+    if plan.run.worker_output != INHERIT:
+        made["worker_output"] = plan.run.worker_output
     recipe = {"autoreset_mode": "same_step", **recipe_of(plan, env_kwargs or {}, wrappers)}
     envs: RunEnvs = make_vec(plan.made_from, count, **{**made, **recipe, **options})
     has_agents = isinstance(envs, MultiAgentVectorEnv)

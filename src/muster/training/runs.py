@@ -23,7 +23,8 @@ from muster.algorithms.actor_critic import threads_for
 from muster.algorithms.on_policy import OnPolicy
 from muster.algorithms.ppo_config import MAPPOConfig
 from muster.envs.groups import slots_of
-from muster.errors import UsageError
+from muster.errors import ConfigError, UsageError
+from muster.pool.output import INHERIT, QUIET
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.evaluation import STEPS_PER_EPISODE, evaluate
 from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
@@ -74,6 +75,8 @@ def start_algorithm(plan: TrainingPlan) -> Iterator[OnPolicy[Any]]:
         with open_run_envs(plan) as envs:
             yield kind(envs, **besides)
         return
+    if plan.run.worker_output != INHERIT:
+        raise ConfigError("worker_output", "left out with collectors", plan.run.worker_output)
     collectors = {**plan.options, **plan.collectors, "make_vec_options": recipe_of(plan, {})}
     nodes, folder = collectors.pop("nodes", None), collectors.pop("working_dir", None)
     if "cluster" in collectors:
@@ -102,11 +105,18 @@ def train(
             return Ended([run_dir], None)
         facts_in(run_dir, plan.config)  # there is memory for its networks
     origin, others = None if resume else plan.run.init_from, own_runs()
-    with start_algorithm(plan) as ppo:
+    begin = partial(new_folder, Path("runs"), f"{plan.name}-seed{plan.config.seed}")
+    if run_dir is None and plan.run.worker_output not in (INHERIT, QUIET):
+        run_dir = begin()
+    with start_algorithm(plan.printing_to(run_dir)) as ppo:
         anew = None if origin is None else adopt(ppo, Path(origin))
-        path = run_dir or new_folder(Path("runs"), f"{plan.name}-seed{plan.config.seed}")
+        path = run_dir or begin()
         phases = Phases(path, others)  # before there are those of evaluations
-        with phases, evaluations_of(ppo, plan, console) as evaluations, RunFolder(path, resume=resume) as folder:
+        with (
+            phases,
+            evaluations_of(ppo, plan.printing_to(path), console) as evaluations,
+            RunFolder(path, resume=resume) as folder,
+        ):
             # A rate that the user has given anew; without, the rate that the run had reached.
             rate = plan.config.learning_rate if "learning_rate" in plan.given else None
             before_s = _load(ppo, folder, console, rate) if resume else 0.0

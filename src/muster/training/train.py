@@ -17,6 +17,7 @@ from muster.arguments import fields_of, option
 from muster.errors import ConfigError
 from muster.extras import imports_for, require
 from muster.introspection import type_name
+from muster.pool.output import INHERIT, QUIET
 from muster.recipes.named import absolute_name, leads_nowhere, name_of, refuse_while_importing
 from muster.training.values import NamedEnv, read_run_file, values_in
 from muster.vector.make import make_vec
@@ -253,6 +254,8 @@ def order_of(values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingO
     plan = replace(TrainingPlan(values["env"], PPOConfig(), "", *of_env, made, run, collectors), **objects)
     alone = {name: value for name, value in made.items() if name not in FOR_SEVERAL}
     alone |= {"env_kwargs": dict(options.env_kwargs), "wrappers": plan.around, "autoreset_mode": "same_step"}
+    if run.worker_output != INHERIT:  # the run has no folder yet
+        alone["worker_output"] = QUIET
     with make_vec(plan.made_from, 1, **alone) as probe:  # its spaces decide, too
         preset = preset_of(probe, values["env"])
     if not preset.agents and (of_agents := [name for name in fields_of(AgentsOptions) if name in values]):
