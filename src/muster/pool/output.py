@@ -1,4 +1,4 @@
-"""What becomes of what workers print: ``worker_output``."""
+"""The way of what workers print: ``worker_output``."""
 
 from __future__ import annotations
 

@@ -152,13 +152,12 @@ class MultiCollector(BatchSource):
             observation_dtype=observation_dtype,
             episode_info=episode_info,
         )
-        self.policy = policy
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
-        self._num_collectors = num_collectors = whole("num_collectors", num_collectors, 1)
+        self.policy, self._num_collectors = policy, whole("num_collectors", num_collectors, 1)
         failing = on_failure, max_restarts, collector_nouns(()), None, max_concurrent_starts
         limits = Limits(start_timeout, collect_timeout, close_timeout, *failing)
-        recipes = _understood(envs, num_envs, num_collectors, make_vec_options, far=cluster is not None)
-        how = sync, limits, _with_users(context, threads_per_collector, num_collectors, make_vec_options or {})
+        recipes = _understood(envs, num_envs, self._num_collectors, make_vec_options, far=cluster is not None)
+        how = sync, limits, _with_users(context, threads_per_collector, self._num_collectors, make_vec_options or {})
         for_each = {"reset_at_each_iter": reset_at_each_iter, "exploration": exploration, **self._limits}
         acts_on = device if policy_device is None else policy_device
         for_each |= {"policy_device": acts_on, "initial_state": dict(initial_state or {})}
