@@ -21,6 +21,7 @@ import programs
 from command import muster as run_muster
 from muster.doctor import machine
 from muster.doctor.diagnosis import Finding
+from muster.doctor.egl import EglDevice, egl_devices
 from muster.doctor.machine import Fact, examine
 from muster.pool import resources
 from test_layers import OPTIONAL
@@ -69,7 +70,18 @@ def test_a_machine_in_order_is_told_on_one_screen(tmp_path: Path) -> None:
     assert lines[-1] == "Workers run here. To try an env out: muster doctor ENV; what runs: muster top"
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 50
-    for topic in ("Python", "system", "cores", "memory", "shared memory", "GPU", "limits", "start methods", "required"):
+    for topic in (
+        "Python",
+        "system",
+        "cores",
+        "memory",
+        "shared memory",
+        "GPU",
+        "EGL",
+        "limits",
+        "start methods",
+        "required",
+    ):
         assert re.search(rf"^[x!+-]  {topic} ", done.stdout, re.MULTILINE), topic
     assert "forkserver, spawn, fork tried, and work" in done.stdout
 
@@ -195,6 +207,29 @@ def test_a_gpu_is_for_policies(only: Only, dev: Path, monkeypatch: pytest.Monkey
     assert (only("GPU").severity, only("GPU").meaning) == ("warns", "the installed torch (2.13.0+cpu) cannot use it")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert (only("GPU").severity, only("GPU").text) == ("note", "hidden by CUDA_VISIBLE_DEVICES")
+
+
+def test_workers_are_spread_over_the_gpus_that_egl_has() -> None:
+    fact = machine.about_egl([EglDevice(0, 2, False), EglDevice(1, None, True), EglDevice(2, 0, False)])
+    assert fact.text == "device 0: GPU 2; device 1: in software; device 2: GPU 0"
+    chosen = eval(f"dict({fact.remedy})")["worker_env"]
+    names = "CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID"
+    assert [tuple(chosen(i)[name] for name in names) for i in range(3)] == [(0, 2), (2, 0), (0, 2)]
+    assert "osmesa" in machine.about_egl("libEGL.so.1: cannot open shared object file").meaning
+
+
+def test_egl_renders_on_the_device_that_is_listed() -> None:
+    pytest.importorskip("mujoco")
+    if isinstance(devices := egl_devices(), str):
+        pytest.skip(devices)
+    assert [device.index for device in devices] == list(range(len(devices)))
+    [chosen] = eval(f"dict({machine.about_egl(devices).remedy})").values()
+    kwargs = {"render_mode": "rgb_array"}
+    with muster.make_vec("InvertedPendulum-v5", 4, num_workers=4, env_kwargs=kwargs, worker_env=chosen) as envs:
+        envs.reset(seed=[7] * 4)
+        first, *others = envs.call("render")
+    assert first.std() > 1
+    assert all((first == one).all() for one in others)
 
 
 def test_a_kernel_that_refuses_what_workers_need_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import platform
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from muster.doctor.diagnosing import Subject, try_contexts
 from muster.doctor.diagnosis import Finding, Severity, size
+from muster.doctor.egl import EglDevice, egl_devices
 from muster.doctor.findings import about_start_methods
 from muster.extras import installed_version, is_older
 from muster.hosts.trial import TrialOutcome
@@ -61,7 +62,7 @@ class MachineReport:
 def examine() -> MachineReport:
     """The facts about this machine, and the packages that are installed. Starts a worker by each start method."""
     facts = [_about_python(), _about_system(), _about_cores(), _about_memory(), _about_shm()]
-    facts += [_about_gpu(), _about_limits(), *_about_starts()]
+    facts += [_about_gpu(), about_egl(egl_devices()), _about_limits(), *_about_starts()]
     return MachineReport(installed_version("muster-rl") or "of unknown version", tuple(facts), tuple(_about_packages()))
 
 
@@ -127,6 +128,23 @@ def _about_gpu() -> Fact:
     if torch.endswith("+cpu"):
         return Fact("warns", "GPU", str(count), meaning=f"the installed torch ({torch}) cannot use it")
     return Fact("good", "GPU", str(count), meaning='policies can use it: policy_device="cuda"')
+
+
+def about_egl(devices: Sequence[EglDevice] | str) -> Fact:
+    """The fact about the devices that EGL has, with the option that spreads workers over its GPUs."""
+    if not devices or isinstance(devices, str):
+        meaning = 'envs render without a screen by "MUJOCO_GL": "osmesa"'
+        return Fact("note", "EGL", str(devices or "it has no device"), meaning=meaning)
+    text = "; ".join(map(str, devices))
+    gpus = sorted((one.cuda, one.index) for one in devices if one.cuda is not None)
+    if not gpus:
+        chosen = f'worker_env={{"MUJOCO_GL": "egl", "MUJOCO_EGL_DEVICE_ID": {devices[0].index}}}'
+        return Fact("note", "EGL", text, chosen, "envs render without a screen, on no GPU of CUDA")
+    count, (of_cuda, of_egl) = len(gpus), ([pair[k] for pair in gpus] for k in (0, 1))
+    variables = {"CUDA_VISIBLE_DEVICES": f"{of_cuda}[i % {count}]", "MUJOCO_EGL_DEVICE_ID": f"{of_egl}[i % {count}]"}
+    code = ", ".join(f'"{name}": {value}' for name, value in variables.items())
+    chosen = f'worker_env=lambda i: {{"MUJOCO_GL": "egl", {code}}}'
+    return Fact("good", "EGL", text, chosen, "envs render on a GPU; its index is not always CUDA's")
 
 
 def _about_limits() -> Fact:
