@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
@@ -184,6 +185,34 @@ def test_a_collector_masks_one_row() -> None:
             if time.monotonic() > ends:
                 break
         assert masked == collector.envs.stats()["recycled"] >= 2
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_collectors_are_replaced_where_an_episode_ends(sync: bool) -> None:
+    pytest.importorskip("tensordict")
+    options: dict[str, Any] = {"num_collectors": 2, "frames_per_batch": 36 if sync else 18, "sync": sync, "seed": 0}
+    with muster.MultiCollector(
+        Leaky, None, num_envs=2, recycle_after={"episodes": 8}, **RESTART, **options
+    ) as collector:
+        lives: dict[int, int] = {}
+        for _, batch in zip(range(60), collector, strict=False):
+            episodes, t = batch["observation"][..., 0].long(), batch["observation"][..., 1].long()
+            mask = (
+                batch["collector", "mask"] if ("collector", "mask") in batch.keys(True) else batch["done"][..., 0] >= 0
+            )
+            for of_env, steps, counts in zip(episodes.tolist(), t.tolist(), mask.tolist(), strict=True):
+                seen = [(episode, step) for episode, step, is_row in zip(of_env, steps, counts, strict=True) if is_row]
+                # Rows follow one another; only what ends the batch may be masked.
+                assert all(b in ((e, s + 1), (e + 1, 0)) for (e, s), b in itertools.pairwise(seen))
+                assert counts == sorted(counts, reverse=True)
+                if len(seen) < len(counts):
+                    assert seen[-1][1] == 4
+                    lives[len(lives)] = seen[-1][0]
+        stats = collector.stats()["collectors"]
+    assert stats["recycled"] >= 2
+    assert stats["restarts"] == 0
+    assert len(lives) - stats["recycled"] in (0, 1, 2)
+    assert all(8 <= episodes <= 16 for episodes in lives.values())
 
 
 def test_a_limit_below_what_an_env_holds_at_its_start_is_an_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from muster.backends.base import Backend
-from muster.pool.resources import held_by
+from muster.pool.resources import Usage, held_by
 from muster.transport.channel import watched_s
 
 _log = logging.getLogger("muster")
@@ -23,6 +23,22 @@ _LOOK_S = 0.5
 RECYCLED = "recycled after"
 """The beginning of a reason that is no failure."""
 _UNITS = {"episodes": "episodes", "steps": "steps", "seconds": "s", "memory_bytes": "bytes of memory"}
+
+
+def worn_out(after: Mapping[str, float], episodes: int, steps: int, seconds: float, pid: int | None) -> str:
+    """The reason to replace a worker that has done so much; empty without. after: the numbers of ``recycle_after``."""
+    done: dict[str, float] = {"episodes": episodes, "steps": steps, "seconds": seconds}
+    if "memory_bytes" in after:
+        done["memory_bytes"] = held_by(pid, after["memory_bytes"])
+    return next((f"{RECYCLED} {most:,} {_UNITS[name]}" for name, most in after.items() if done[name] >= most), "")
+
+
+def held_at_start(after: Mapping[str, float], usage: Usage) -> str:
+    """The words where a worker has held too much from its start on, so that replacing it does not help; else empty."""
+    held, most = usage.anonymous_bytes, after.get("memory_bytes")
+    if held is None or most is None or held < most:
+        return ""
+    return f"held {held:,} bytes once its envs were built, with recycle_after={dict(after)}"
 
 
 class Recycling:
@@ -80,17 +96,13 @@ class Recycling:
 
     def _judge(self, host: int, seconds: float) -> None:
         episodes, steps = (now - then for now, then in zip(self._counts(host), self._before[host], strict=True))
-        done: dict[str, float] = {"episodes": episodes, "steps": steps, "seconds": seconds}
-        pid, at_start = self._backend.processes()[host] if "memory_bytes" in self._after else (None, None)
-        done["memory_bytes"] = held_by(pid, self._after.get("memory_bytes", 0))
-        for name, most in self._after.items():
-            if done[name] >= most:
-                self._due[host] = f"{RECYCLED} {most:,} {_UNITS[name]}"
-        if at_start is not None and (at_start.anonymous_bytes or 0) >= self._after["memory_bytes"]:
-            self._warn(host, at_start.anonymous_bytes)
+        process = self._backend.processes()[host]
+        if reason := worn_out(self._after, episodes, steps, seconds, process[0]):
+            self._due[host] = reason
+            if said := held_at_start(self._after, process[1]):
+                self._warn(host, said)
 
-    def _warn(self, host: int, held: int | None) -> None:
-        said = f"held {held:,} bytes once its envs were built, with recycle_after={dict(self._after)}"
+    def _warn(self, host: int, said: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             name = self._backend.nouns.name(host, self._envs_of(host))

@@ -129,6 +129,8 @@ class Limits:
             "close_timeout": self.close_timeout,
             "on_failure": self.on_failure,
             "max_restarts": self.max_restarts,
+            "max_concurrent_starts": self.max_concurrent_starts,
+            "recycle_after": self.recycle_after,
         }
 
     def close(self, num_envs: int = 1) -> CloseLimits:

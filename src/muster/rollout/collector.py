@@ -205,15 +205,16 @@ class Collector(BatchSource):
             self.fill(storage)
         return storage
 
-    def fill(self, storage: Storage, stop: Array | None = None) -> int:
-        """Collects the next steps of all envs into `storage`; returns their number. `stop`: see `Stepping.fill`."""
+    def fill(self, storage: Storage, stop: Array | None = None, *, until_end: bool = False) -> int:
+        """Collects the next steps of all envs into `storage`; returns their number. See `Stepping.fill`."""
         random = self.policy is None or self.frames < self._init_random_frames
         if self._reset_at_each_iter and self.batches:  # before the first one a trial may have reset them
             self._stepping.start_afresh()
         if random and self.policy is not None:
             self._blank_outputs(storage)
         with self._acting():
-            steps = self._stepping.fill(storage, [self._random] if random else self._actors, self._env_seeds(), stop)
+            actors = [self._random] if random else self._actors
+            steps = self._stepping.fill(storage, actors, self._env_seeds(), stop, until_end=until_end)
         if random:
             for actor, part in zip(self._actors, self._stepping.parts, strict=True):
                 actor.forget(np.ones(part.stop - part.start, np.bool_))

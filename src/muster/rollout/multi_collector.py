@@ -80,6 +80,9 @@ class MultiCollector(BatchSource):
     max_restarts: how often within a minute one collector's envs may raise, or the collector may be replaced, before an
         error is raised after all.
     max_concurrent_starts: how many collectors, on each node, build their envs at the same time, see `make_vec`.
+    recycle_after: with ``on_failure="restart"``, for envs that leak: when a collector is replaced, see `make_vec`. It
+        is looked at before each batch; one that is due ends its part of the next batch with the first episode that
+        ends, the rest of the part is masked, and another collector goes on with the batch after it.
     collect_timeout: seconds that a collector may take for a batch, with the resets in it, before it is killed.
     cluster: None for collectors on this machine; a `muster.RayCluster`, or "ray" for its defaults, for collectors on
         the nodes of a Ray cluster, split between them in the order of their indices. Batches are those of home. A node
@@ -136,6 +139,7 @@ class MultiCollector(BatchSource):
         on_failure: str = "raise",
         max_restarts: int = 10,
         max_concurrent_starts: int | None = None,
+        recycle_after: Mapping[str, float] | None = None,
         threads_per_collector: int = 1,
         cluster: RayCluster | Engine | str | None = None,
     ) -> None:
@@ -154,7 +158,7 @@ class MultiCollector(BatchSource):
         )
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
         self.policy, self._num_collectors = policy, whole("num_collectors", num_collectors, 1)
-        failing = on_failure, max_restarts, collector_nouns(()), None, max_concurrent_starts
+        failing = on_failure, max_restarts, collector_nouns(()), None, max_concurrent_starts, recycle_after
         limits = Limits(start_timeout, collect_timeout, close_timeout, *failing)
         recipes = _understood(envs, num_envs, self._num_collectors, make_vec_options, far=cluster is not None)
         how = sync, limits, _with_users(context, threads_per_collector, self._num_collectors, make_vec_options or {})
@@ -274,11 +278,12 @@ class MultiCollector(BatchSource):
     def stats(self) -> dict[str, Any]:
         """Counts of frames and batches; ``collectors``: counts of the collectors' envs, and shares of their time.
 
-        In ``collectors``: ``env_steps`` and ``restarts`` (envs that were built again), the number of ``processes``, and
-        for each of ``workers`` the shares of its time that it spent ``collecting`` and ``waiting`` for the caller, its
-        env steps, resets and restarts, and the figures of its process (``pid``, ``memory_bytes``, ``handles``,
-        ``children`` and their growth) that `VectorEnv.stats` has. Counts are of the batches that have arrived. With a
-        policy that stays here ``collectors`` is `VectorEnv.stats`.
+        In ``collectors``: ``env_steps``, ``restarts`` (envs that were built again), ``recycled`` (collectors that were
+        replaced by `recycle_after`), the number of ``processes``, and for each of ``workers`` the shares of its time
+        that it spent ``collecting`` and ``waiting`` for the caller, its env steps, resets and restarts, and the figures
+        of its process (``pid``, ``memory_bytes``, ``handles``, ``children`` and their growth) that `VectorEnv.stats`
+        has. Counts are of the batches that have arrived. With a policy that stays here ``collectors`` is
+        `VectorEnv.stats`.
         """
         return {"frames": self.frames, "batches": self.batches, "collectors": self._collectors.stats()}
 

@@ -70,11 +70,17 @@ class Stepping:
         return rows
 
     def fill(
-        self, storage: Storage, actors: Sequence[Actor], seeds: Sequence[int] | None, stop: Array | None = None
+        self,
+        storage: Storage,
+        actors: Sequence[Actor],
+        seeds: Sequence[int] | None,
+        stop: Array | None = None,
+        *,
+        until_end: bool = False,
     ) -> int:
         """Takes T steps of all envs, or fewer once ``stop[0]`` is not 0; returns their number.
 
-        actors: one for each part, or one for all.
+        actors: one for each part, or one for all.  until_end: whether to end with the first episode that ends.
         """
         rows = self.start(actors, seeds)
         self._rows = None  # after an error the envs' state is unknown
@@ -84,13 +90,13 @@ class Stepping:
             actor.begin(storage)
         steps = storage.T
         if len(actors) == 1:
-            steps = self._step_all(storage, actors[0], stop)
+            steps = self._step_all(storage, actors[0], stop, until_end)
         else:
             self._take_turns(storage, actors)
         self._rows = [row.copy() for row in storage.observations_before(steps)]
         return steps
 
-    def _step_all(self, storage: Storage, actor: Actor, stop: Array | None) -> int:
+    def _step_all(self, storage: Storage, actor: Actor, stop: Array | None, until_end: bool) -> int:
         everything = slice(0, storage.N)
         for t in range(storage.T):
             if stop is not None and t and stop[0]:
@@ -100,6 +106,8 @@ class Stepping:
             begins = self._close_row(storage, t, everything)
             if begins is not None:
                 actor.forget(begins)
+                if until_end and begins.any():
+                    return t + 1
         return storage.T
 
     def _take_turns(self, storage: Storage, actors: Sequence[Actor]) -> None:

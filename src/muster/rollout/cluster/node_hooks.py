@@ -130,7 +130,9 @@ class NodeHooks(PlaceHooks, FarHooks):
         for place, stats in fresh.items():
             self._stats[place] = stats
         known = [(place, stats) for place, stats in enumerate(self._stats) if stats]
-        sums = {key: sum(stats[key] for _, stats in known) for key in ("env_steps", "restarts", "processes")}
+        sums = {
+            key: sum(stats[key] for _, stats in known) for key in ("env_steps", "restarts", "recycled", "processes")
+        }
         sums["restarts"] += sum(count * len(plan.envs) for count, plan in zip(self.replaced, self.plans, strict=True))
         of_node = {place: {"node": place} | ({} if place in fresh else {"stale": True}) for place, _ in known}
         return {**sums, "workers": [one | of_node[place] for place, stats in known for one in stats["workers"]]}

@@ -88,7 +88,7 @@ class Blocks(Carrier):
         for place in places:
             offset, self._blocks[place] = one or self._take(place)
             stop_flag(self._blocks[place])[0] = 0
-            orders[place] = Collect(offset, self._hooks.frames[place], place in afresh)
+            orders[place] = Collect(offset, self._hooks.frames[place], place in afresh, place in self._hooks.due)
         return orders
 
     def storage(self, place: int, answer: Collected | None) -> tuple[Storage, int]:
@@ -100,6 +100,8 @@ class Blocks(Carrier):
     def fill(self, place: int, answer: Collected, storage: Storage, part: slice) -> int:
         hooks = self._hooks
         hooks.counts[place], hooks.waiting[place] = answer.counts, answer.waiting
+        if answer.has_ended:
+            hooks.ended.add(place)
         if answer.lost:
             hooks.notes.append(
                 f"{hooks.nouns.name(place)} was built again, and what set_attr had set is lost: {answer.lost}. "

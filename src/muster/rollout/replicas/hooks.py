@@ -112,6 +112,7 @@ class ReplicaHooks(PlaceHooks):
     """The hooks of replicas in processes of this machine, one collector each.
 
     counts: int64 ``[collectors, COUNTS]``, of the current processes.  waiting: shares of their time.
+    due: by replica, why it is to be replaced where an episode ends.  ended: those of which one has ended since.
     """
 
     def __init__(self, plans: Sequence[Plan], nouns: Nouns, max_restarts: int | None, kept: Kept) -> None:
@@ -120,6 +121,8 @@ class ReplicaHooks(PlaceHooks):
         self._budget = Budget(max_restarts or 0, nouns)
         self.counts, self._counts_before = np.zeros((2, len(plans), len(COUNTS)), np.int64)
         self.waiting = [1.0] * len(plans)
+        self.due: dict[int, str] = {}
+        self.ended, self.recycled = set[int](), 0
 
     def launches(self, seeds: Sequence[int | None]) -> MemoryPlan | None:
         for plan, seed in zip(self.plans, seeds, strict=True):
@@ -134,12 +137,26 @@ class ReplicaHooks(PlaceHooks):
         """Counts a replica as gone; returns who comes next. Raises WorkerError where that was one too many."""
         if not self.restarts:
             return None
-        self._budget.spend(place, reason)
-        self._counts_before[place] += self.counts[place]
+        self.spend(place, reason)
         self._counts_before[place, COUNTS.index("restarts")] += len(self.plans[place].envs)
-        self.counts[place] = 0
         said = "was replaced, and its part of this batch is masked. The reason"
         self.reasons[place] = f"{self.nouns.name(place)} {said}: {reason}"
+        return self._successor(place)
+
+    def spend(self, place: int, reason: str) -> None:
+        """Counts a failure. Raises WorkerError where that was one too many."""
+        self._budget.spend(place, reason)
+
+    def recycle(self, place: int) -> Successor:
+        """Counts a replica as replaced though it was well; returns who comes next."""
+        self.recycled += 1
+        return self._successor(place)
+
+    def _successor(self, place: int) -> Successor:
+        self._counts_before[place] += self.counts[place]
+        self.counts[place] = 0
+        self.due.pop(place, None)
+        self.ended.discard(place)
         self.replaced[place] += 1
         seed = seed_after(self.seeds[place], self.replaced[place])
         self.plans[place].seed(seed)
@@ -159,4 +176,5 @@ class ReplicaHooks(PlaceHooks):
             for process, waiting, own in zip(processes, self.waiting, counts.tolist(), strict=True)
         ]
         running = sum(pid is not None for pid, _ in processes)
-        return {"env_steps": env_steps, "restarts": restarts, "processes": running, "workers": workers}
+        said = {"env_steps": env_steps, "restarts": restarts, "recycled": self.recycled}
+        return {**said, "processes": running, "workers": workers}

@@ -62,12 +62,13 @@ class Collect(Message):
     """Collects a batch into the block of memory at `offset`.
 
     frames: number that this collector has collected before, in this or earlier processes.  afresh: whether to begin new
-    episodes.
+    episodes.  until_end: whether to end with the first episode that ends.
     """
 
     offset: int
     frames: int
     afresh: bool
+    until_end: bool = False
 
 
 # ---- answers
@@ -79,6 +80,7 @@ class Collected(Message):
 
     counts: see `COUNTS`.  waiting: the share of the replica's time that it has waited for the caller.
     lost: attributes that could not be set again, and why, in words.
+    has_ended: whether it has ended with an episode, as the order has asked for.
     """
 
     version: int
@@ -88,6 +90,7 @@ class Collected(Message):
     losses: list[Loss]
     infos: LastInfos
     lost: str
+    has_ended: bool
 
 
 @dataclass(eq=False)
@@ -218,11 +221,12 @@ class Replica(RecipeResident):
         block = map_fd(fd=self._here.files["batches"], size=self._layout.block_bytes, offset=order.offset)
         storage = self._layout.storage(block, slice(*self._plan.part))
         storage.clear_flags()
-        collector.fill(storage, stop_flag(block))
+        steps = collector.fill(storage, stop_flag(block), until_end=order.until_end)
+        has_ended = order.until_end and bool((storage.terminated | storage.truncated)[steps - 1].any())
         waiting = self._waiting_s / (time.monotonic() - self._built_at)
         lost, self._lost = ", ".join(self._lost), []
         ends = storage.finals, storage.losses, storage.infos
-        return Collected(self._version, self._envs.counts(), waiting, *ends, lost)
+        return Collected(self._version, self._envs.counts(), waiting, *ends, lost, has_ended)
 
     def _started(self) -> Collector:
         assert self._collector is not None

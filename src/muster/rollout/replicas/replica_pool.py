@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from muster.backends.recycling import held_at_start, worn_out
 from muster.errors import SpecMismatch, UnknownMessage
 from muster.hosts.failures import Failure
 from muster.hosts.questions import Again, EnvQuestion, Kept
@@ -27,6 +28,7 @@ from muster.rollout.replicas.hooks import PlaceHooks, ReplicaHooks
 from muster.rollout.replicas.plans import Filled, PoolPlan, ReplicaFields
 from muster.rollout.replicas.replica import AskFields, AskShapes, AskWeights, Raised
 from muster.rollout.replicas.shared_weights import SharedWeights, WeightShapes
+from muster.transport.channel import watched_s
 
 _SLICE_S = 0.5  # after which places that are back get orders, too
 
@@ -303,11 +305,32 @@ class ReplicaPool:
 
     def _order(self, places: Sequence[int]) -> None:
         """Has idle places collect. One that was lost while it was idle begins with the next batch."""
+        if self._plan.limits.recycle_after is not None:
+            self._recycle(places, self._plan.limits.recycle_after)
         orders = self._carrier.orders(places, self._afresh)
         asked = {k: order for k, order in orders.items() if k not in self._hooks.reasons}
         self._batches.ask(asked, "collecting", self._plan.limit, "about to collect")
         self._carrier.sent(asked)
         self._afresh.difference_update(places)
+
+    def _recycle(self, places: Sequence[int], after: Mapping[str, float]) -> None:
+        """Replaces idle replicas that were due, and finds out which are: these end their batch with an episode."""
+        pool, hooks = self._pool, self._hooks
+        assert isinstance(pool, Pool)
+        assert isinstance(hooks, ReplicaHooks)
+        for k in [k for k in places if k in hooks.ended]:
+            pool.replace(k, hooks.due[k], hooks.recycle(k), self._plan.close_limits)
+        ready = {k: at for k in places if k not in hooks.due and (at := pool.ready_at(k)) is not None}
+        room = (self._plan.limits.max_concurrent_starts or 1) - (len(places) - len(ready))
+        for k, at in ready.items() if room > 0 else ():
+            steps, resets, _ = hooks.counts[k].tolist()
+            process = pool.processes()[k]
+            if reason := worn_out(after, resets, steps, watched_s() - at, process[0]):
+                hooks.due[k], room = reason, room - 1
+                if said := held_at_start(after, process[1]):
+                    hooks.spend(k, said)
+            if room <= 0:
+                break
 
     def _receive(self, at_least: int) -> list[tuple[int, Any]]:
         """Waits for batches; returns the places that are done, with their answers, without those that were lost."""
