@@ -206,7 +206,10 @@ class Collector(BatchSource):
         return storage
 
     def fill(self, storage: Storage, stop: Array | None = None, *, until_end: bool = False) -> int:
-        """Collects the next steps of all envs into `storage`; returns their number. See `Stepping.fill`."""
+        """Collects the next steps of all envs into `storage`; returns their number.
+
+        stop, until_end: see `Stepping.fill`.
+        """
         random = self.policy is None or self.frames < self._init_random_frames
         if self._reset_at_each_iter and self.batches:  # before the first one a trial may have reset them
             self._stepping.start_afresh()

@@ -251,9 +251,9 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return self.call("render")
 
     def stats(self) -> dict[str, Any]:
-        """``env_steps``, ``restarts``, ``processes``, the ``verdict`` since the last call, and a dict for each worker.
+        """``env_steps``, ``restarts``, ``recycled``, ``processes``, the ``verdict`` since the last call, and ``workers``.
 
-        The verdict says what keeps the envs. A worker has its ``index`` and ``envs``, the shares of its time
+        The verdict says what keeps the envs. Each worker has its ``index`` and ``envs``, the shares of its time
         ``stepping``, ``waiting`` and ``copying``, its ``env_steps`` and ``resets``, and of its process the ``pid``,
         ``memory_bytes`` (private, its children's included), ``handles`` (open fds, or ``fds``), ``children`` (theirs
         included), and what was added since its envs were built: ``memory_growth_bytes`` (of memory that belongs to no
