@@ -251,7 +251,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         return self.call("render")
 
     def stats(self) -> dict[str, Any]:
-        """``env_steps``, ``restarts``, ``recycled``, ``processes``, the ``verdict`` since the last call, and ``workers``.
+        """``env_steps``, ``restarts``, ``recycled``, ``processes``, the ``verdict`` since the last call, ``workers``.
 
         The verdict says what keeps the envs. Each worker has its ``index`` and ``envs``, the shares of its time
         ``stepping``, ``waiting`` and ``copying``, its ``env_steps`` and ``resets``, and of its process the ``pid``,
