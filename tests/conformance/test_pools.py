@@ -187,7 +187,7 @@ def test_a_hash_seed_is_that_of_all_workers(context: str) -> None:
 def test_nobody_gets_what_a_worker_that_is_apart_prints_and_logs_and_its_session_ends_with_it(
     context: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    processes = Processes(context, preloads=MINE, are_apart=True)
+    processes = Processes(context, preloads=MINE, are_apart=True, output="quiet")
     asked(processes, residents.be_noisy)
     assert capfd.readouterr() == ("", "")
     assert not caplog.records
