@@ -370,10 +370,10 @@ class Pool(BasePool[Place]):
             self._leaving.append((old, closing))
             self._replace(old, reason, successor, WorkerError(old.name, f"was replaced: {reason}"))
 
-    def _let_leave(self) -> None:
+    def _let_leave(self, slice_s: float = 0.0) -> None:
         """Looks at residents that close since others take their places, which build once these have ended."""
         cuts: list[str] = []
-        for one in [(old, closing) for old, closing in self._leaving if closing.look(0.0)]:
+        for one in [(old, closing) for old, closing in self._leaving if closing.look(slice_s)]:
             one[0].retire()
             self._leaving.remove(one)
             cuts += one[1].cuts
@@ -443,7 +443,7 @@ class Pool(BasePool[Place]):
             if meanwhile is None or meanwhile():
                 closing.wait()
                 while self._leaving and limits.call_s == math.inf:
-                    self._let_leave()
+                    self._let_leave(SLICE_S)
         finally:  # also when Ctrl-C ends the wait
             if self._is_closer():
                 self._end()
