@@ -320,17 +320,16 @@ class ReplicaPool:
         assert isinstance(hooks, ReplicaHooks)
         for k in [k for k in places if k in hooks.ended]:
             pool.replace(k, hooks.due[k], hooks.recycle(k), self._plan.close_limits)
-        ready = {k: at for k in places if k not in hooks.due and (at := pool.ready_at(k)) is not None}
-        room = (self._plan.limits.max_concurrent_starts or 1) - (len(places) - len(ready))
-        for k, at in ready.items() if room > 0 else ():
+        ready = [(at, k) for k in places if k not in hooks.due and (at := pool.ready_at(k)) is not None]
+        for at, k in sorted(ready):  # the oldest first: none is passed over
+            if len(hooks.due) >= (self._plan.limits.max_concurrent_starts or 1):
+                return
             steps, resets, _ = hooks.counts[k].tolist()
             process = pool.processes()[k]
             if reason := worn_out(after, resets, steps, watched_s() - at, process[0]):
-                hooks.due[k], room = reason, room - 1
+                hooks.due[k] = reason
                 if said := held_at_start(after, process[1]):
                     hooks.spend(k, said)
-            if room <= 0:
-                break
 
     def _receive(self, at_least: int) -> list[tuple[int, Any]]:
         """Waits for batches; returns the places that are done, with their answers, without those that were lost."""
