@@ -35,7 +35,7 @@ def worn_out(after: Mapping[str, float], episodes: int, steps: int, seconds: flo
 
 def held_at_start(after: Mapping[str, float], usage: Usage) -> str:
     """The words where a worker has held too much from its start on, so that replacing it does not help; else empty."""
-    held, most = usage.anonymous_bytes, after.get("memory_bytes")
+    held, most = usage.private_bytes, after.get("memory_bytes")
     if held is None or most is None or held < most:
         return ""
     return f"held {held:,} bytes once its envs were built, with recycle_after={dict(after)}"

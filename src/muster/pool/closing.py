@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import sys
 import time
@@ -20,6 +21,7 @@ from muster.pool.place import Owing
 from muster.transport.channel import ChannelClosed
 
 P = TypeVar("P", bound=Owing)
+_log = logging.getLogger("muster")
 
 NOTICE_S = 5.0
 ABANDONED_S = 5.0
@@ -168,6 +170,8 @@ class ClosingPlaces(Generic[P]):
         """Waits until all have ended; cuts off those that are late. Ctrl-C ends the wait, and cuts off none."""
         while not self.look(_SLICE_S):
             Uninterrupted.let_through()
+            progress = [self._progress[place.index] for place in self._owed]
+            self._notice.check(progress, lambda i: self._doing(self._owed[i]))
 
     def look(self, slice_s: float) -> bool:
         """One turn of `wait`, in which it listens for `slice_s`. True once nothing is left to wait for."""
@@ -176,8 +180,6 @@ class ClosingPlaces(Generic[P]):
             self._listen(slice_s)
             self._on_slice()
             self._cut_late(time.monotonic())
-            progress = [self._progress[place.index] for place in self._owed]
-            self._notice.check(progress, lambda i: self._doing(self._owed[i]))
         return not self._owed
 
     def _is_asked(self, place: P) -> bool:
@@ -262,6 +264,12 @@ def not_closed(name: WorkerName, failed: Failed) -> str:
     """The sentences that report that a resident has raised before it was closed. name: of its worker."""
     happened = f"{name} ended before its resident was closed: that raised {failed.type_name}: {failed.message}"
     return f"{happened}\nThe worker's traceback:\n{failed.traceback.rstrip()}"
+
+
+def log_failures(name: WorkerName, said: Any) -> None:
+    """Says what closing a resident has raised, where others go on. said: what it has said of its closing."""
+    for failure in said or ():
+        _log.warning("%s was replaced, and closing it raised %s: %s", name, failure.type_name, failure.message)
 
 
 def warn_of_cuts(cuts: Sequence[str]) -> None:

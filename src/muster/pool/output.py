@@ -19,7 +19,7 @@ _log = logging.getLogger("muster")
 INHERIT, QUIET = "inherit", "quiet"
 MOST_BYTES = 16 << 20
 """What a worker's log may grow to before the worker begins it anew, and keeps it as ``.1``."""
-_LOOK_S = 1.0
+_LOOK_S = 0.25
 
 
 def checked_output(value: Any) -> str:
@@ -27,9 +27,10 @@ def checked_output(value: Any) -> str:
     if value in (INHERIT, QUIET):
         return str(value)
     expected = f'"{INHERIT}", "{QUIET}" or a folder that can be written'
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "://" in os.fspath(value):
+    named = os.fsdecode(value) if isinstance(value, (str, os.PathLike)) else ""
+    if not named or "://" in named or "\0" in named:
         raise ConfigError("worker_output", expected, value)
-    folder = Path(value).absolute()
+    folder = Path(named).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -81,16 +82,17 @@ def take_output(output: str) -> None:
         encoding, errors = (getattr(getattr(sys, name), one, None) for one in ("encoding", "errors"))
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(_Stream(fd)), encoding, errors, line_buffering=True))
     if output != QUIET:
-        path = os.readlink("/proc/self/fd/1")
-        threading.Thread(target=_turn_over, args=(path,), name="muster-log", daemon=True).start()
+        log = os.dup(1)  # the env may have another file there one day
+        threading.Thread(target=_turn_over, args=(log,), name="muster-log", daemon=True).start()
 
 
-def _turn_over(path: str) -> None:
+def _turn_over(log: int) -> None:
+    path = os.readlink(f"/proc/self/fd/{log}")
     while True:
         time.sleep(_LOOK_S)
         with contextlib.suppress(OSError):
-            if os.fstat(1).st_size > MOST_BYTES:
-                with open(path, "rb") as log, open(f"{path}.1", "wb") as kept:
-                    while part := log.read(1 << 20):
+            if os.fstat(log).st_size > MOST_BYTES:
+                with open(path, "rb") as written, open(f"{path}.1", "wb", buffering=0) as kept:
+                    while part := written.read(1 << 20):  # to the end of what is written meanwhile
                         kept.write(part)
-                os.ftruncate(1, 0)
+                    os.ftruncate(log, 0)

@@ -188,10 +188,10 @@ class Place(Owing):
         self.awaits_turn, self.start_limit_s, self.launched_at = False, limit_s, time.monotonic()
         self.starting_until = watched_s() + limit_s
 
-    def is_ready(self, facts: Any) -> None:
-        """Notes that its resident is built."""
+    def is_ready(self, facts: Any, *, private: bool) -> None:
+        """Notes that its resident is built. private: see `usage_of`."""
         self.facts, self.starting_until, self.ready_at = facts, None, watched_s()
-        self.usage_at_start = usage_of(self.process.pid)
+        self.usage_at_start = usage_of(self.process.pid, private=private)
 
     def is_tried_again(self, error: BaseException, most: int | None) -> bool:
         """True if another worker is to begin after `error` at the start of all, `most` times; a warning says so."""

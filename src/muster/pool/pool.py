@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +21,7 @@ from muster._core import HOST_BYTES, Doing
 from muster.errors import CannotTravel, UnknownMessage, UsageError, WorkerError, WorkerTimeout
 from muster.pickling.interrupts import Uninterrupted
 from muster.pool.about import about_pool
-from muster.pool.closing import ClosingPlaces, warn_of_cuts
+from muster.pool.closing import ClosingPlaces, log_failures, warn_of_cuts
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.launcher_client import LauncherLost, LauncherOfPool, fork_worker, standard_fds, surroundings_of
 from muster.pool.limits import AT_ONCE, CloseLimits, Limit, Limits
@@ -97,8 +97,7 @@ class Pool(BasePool[Place]):
     def start(self, judge: MemoryPlan | None = None, meanwhile: Callable[[], None] | None = None) -> list[Any]:
         """Starts all workers; returns what their residents say of themselves. An error leaves nothing behind.
 
-        judge: says when those after the first may build, and looks at what is left.
-        meanwhile: called while they do; last, where they take turns.
+        judge: says when those after the first may build, and looks at what is left.  meanwhile: called while they do.
         Raises what building raised, for the first worker that failed, WorkerDied, WorkerTimeout, NotEnoughMemory.
         """
         try:
@@ -288,7 +287,7 @@ class Pool(BasePool[Place]):
                 if place.starts:
                     self._starting.reports.append(content)
             case Ready(facts):
-                place.is_ready(facts)
+                place.is_ready(facts, private="memory_bytes" in (self._limits.recycle_after or ()))
             case Failed():
                 return message
             case _:
@@ -372,13 +371,13 @@ class Pool(BasePool[Place]):
 
     def _let_leave(self, slice_s: float = 0.0) -> None:
         """Looks at residents that close since others take their places, which build once these have ended."""
-        cuts: list[str] = []
-        for one in [(old, closing) for old, closing in self._leaving if closing.look(slice_s)]:
-            one[0].retire()
-            self._leaving.remove(one)
-            cuts += one[1].cuts
+        ended = [one for one in self._leaving if one[1].look(slice_s)]
+        self._leaving[:] = [one for one in self._leaving if one not in ended]
+        for old, closing in ended:
+            old.retire()
+            log_failures(old.name, closing.said.get(old.index))
         self._let_build()
-        warn_of_cuts(cuts)  # last: a warning may be an exception
+        warn_of_cuts([cut for _, closing in ended for cut in closing.cuts])  # last: a warning may be an exception
 
     def _lose(self, place: Place, error: BaseException) -> None:
         """Replaces a worker that cannot be used any more; where the owner has no successor, raises `error`.
@@ -440,10 +439,13 @@ class Pool(BasePool[Place]):
                 return []
             closing = self._closing([] if limits.terminates else self._places, limits, self._hooks.pending)
             closing.ask()
+            ends_at = time.monotonic() + limits.call_s
             if meanwhile is None or meanwhile():
                 closing.wait()
-                while self._leaving and limits.call_s == math.inf:
+                leaving = [] if limits.terminates else self._leaving
+                while leaving and time.monotonic() < ends_at:
                     self._let_leave(SLICE_S)
+                closing.cuts += [f"{old.name} was killed: its close did not end" for old, _ in leaving]
         finally:  # also when Ctrl-C ends the wait
             if self._is_closer():
                 self._end()

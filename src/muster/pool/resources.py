@@ -115,6 +115,7 @@ class Usage(NamedTuple):
     """The things that a process holds at one moment; None where it has ended, or the kernel does not say.
 
     anonymous_bytes: memory that belongs to no file, with what has been swapped out; that of its `children` counts.
+    private_bytes: memory that nobody else holds, where that was asked for; else None.
     handles: open file descriptors.  children: processes that it has started, or that those have started, and that
     still exist.
     """
@@ -122,10 +123,11 @@ class Usage(NamedTuple):
     anonymous_bytes: int | None = None
     handles: int | None = None
     children: int | None = None
+    private_bytes: int | None = None
 
 
-def usage_of(pid: int | None) -> Usage:
-    """The usage of process `pid`. Takes well under 0.1 ms: no page table is walked."""
+def usage_of(pid: int | None, *, private: bool = False) -> Usage:
+    """The usage of process `pid`. Takes well under 0.1 ms, as no page table is walked; `private` walks them."""
     if pid is None:
         return Usage()
     try:
@@ -133,7 +135,8 @@ def usage_of(pid: int | None) -> Usage:
     except OSError:
         return Usage()
     started = descendants(pid)
-    return Usage(_of_all(pid, anonymous_bytes), handles, None if started is None else len(started))
+    held = _of_all(pid, private_bytes) if private else None
+    return Usage(_of_all(pid, anonymous_bytes), handles, None if started is None else len(started), held)
 
 
 def anonymous_bytes(pid: int) -> int | None:

@@ -250,8 +250,8 @@ class TrainingPlan:
 
     def printing_to(self, folder: Path | None) -> TrainingPlan:
         """The plan with `run.worker_output` as `make_vec` takes it, for a run in this folder."""
-        if folder is None or self.run.worker_output in (INHERIT, QUIET):
-            return self
+        if folder is None or self.run.worker_output in (INHERIT, QUIET) or "://" in self.run.worker_output:
+            return self  # make_vec refuses a scheme
         return replace(self, run=replace(self.run, worker_output=str(folder / self.run.worker_output)))
 
     def to_dict(self) -> dict[str, Any]:

@@ -106,7 +106,8 @@ def train(
         facts_in(run_dir, plan.config)  # there is memory for its networks
     origin, others = None if resume else plan.run.init_from, own_runs()
     begin = partial(new_folder, Path("runs"), f"{plan.name}-seed{plan.config.seed}")
-    if run_dir is None and plan.run.worker_output not in (INHERIT, QUIET):
+    output = plan.run.worker_output
+    if run_dir is None and output not in (INHERIT, QUIET) and "://" not in output and not Path(output).is_absolute():
         run_dir = begin()
     with start_algorithm(plan.printing_to(run_dir)) as ppo:
         anew = None if origin is None else adopt(ppo, Path(origin))

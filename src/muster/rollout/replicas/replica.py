@@ -223,6 +223,8 @@ class Replica(RecipeResident):
         storage.clear_flags()
         steps = collector.fill(storage, stop_flag(block), until_end=order.until_end)
         has_ended = order.until_end and bool((storage.terminated | storage.truncated)[steps - 1].any())
+        if has_ended:  # the others go on in another process, from their resets
+            storage.truncated[steps - 1] |= ~storage.terminated[steps - 1]
         waiting = self._waiting_s / (time.monotonic() - self._built_at)
         lost, self._lost = ", ".join(self._lost), []
         ends = storage.finals, storage.losses, storage.infos
