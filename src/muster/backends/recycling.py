@@ -90,17 +90,16 @@ class Recycling:
         return bool(self._records["has_final" if self._mode is AutoresetMode.SAME_STEP else "needs_reset"][env])
 
     def _find_due(self) -> None:
+        processes = self._backend.processes()
         for host in range(self._backend.num_workers):
-            if host not in self._due and (ready_at := self._backend.ready_at(host)) is not None:
-                self._judge(host, watched_s() - ready_at)
-
-    def _judge(self, host: int, seconds: float) -> None:
-        episodes, steps = (now - then for now, then in zip(self._counts(host), self._before[host], strict=True))
-        process = self._backend.processes()[host]
-        if reason := worn_out(self._after, episodes, steps, seconds, process[0]):
-            self._due[host] = reason
-            if said := held_at_start(self._after, process[1]):
-                self._warn(host, said)
+            if host in self._due or (ready_at := self._backend.ready_at(host)) is None:
+                continue
+            episodes, steps = (now - then for now, then in zip(self._counts(host), self._before[host], strict=True))
+            pid, at_start = processes[host]
+            if reason := worn_out(self._after, episodes, steps, watched_s() - ready_at, pid):
+                self._due[host] = reason
+                if said := held_at_start(self._after, at_start):
+                    self._warn(host, said)
 
     def _warn(self, host: int, said: str) -> None:
         if not self._has_warned:

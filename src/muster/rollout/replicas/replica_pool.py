@@ -321,14 +321,15 @@ class ReplicaPool:
         for k in [k for k in places if k in hooks.ended]:
             pool.replace(k, hooks.due[k], hooks.recycle(k), self._plan.close_limits)
         ready = [(at, k) for k in places if k not in hooks.due and (at := pool.ready_at(k)) is not None]
+        processes = pool.processes()
         for at, k in sorted(ready):  # the oldest first: none is passed over
             if len(hooks.due) >= (self._plan.limits.max_concurrent_starts or 1):
                 return
             steps, resets, _ = hooks.counts[k].tolist()
-            process = pool.processes()[k]
-            if reason := worn_out(after, resets, steps, watched_s() - at, process[0]):
+            pid, at_start = processes[k]
+            if reason := worn_out(after, resets, steps, watched_s() - at, pid):
                 hooks.due[k] = reason
-                if said := held_at_start(after, process[1]):
+                if said := held_at_start(after, at_start):
                     hooks.spend(k, said)
 
     def _receive(self, at_least: int) -> list[tuple[int, Any]]:
