@@ -210,10 +210,10 @@ class Failing(Scripted):
 
 
 def test_as_a_replacement_is_ready_it_leaves_it_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(pid: int) -> Any:
+    def interrupted(pid: int, **private: bool) -> Any:
         monkeypatch.undo()
         os.kill(os.getpid(), signal.SIGINT)
-        return usage_of(pid)
+        return usage_of(pid, **private)
 
     usage_of = place.usage_of
     with muster.make_vec(Scripted, 2, num_workers=2, on_failure="restart") as envs:
