@@ -9,6 +9,9 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from muster.pool.environment import search_path
+from muster.pool.launcher import python_command
+
 _TIMEOUT_S = 20.0
 _MOST = 64
 _EXTENSIONS, _CUDA_DEVICE_NV = 0x3055, 0x323A
@@ -29,7 +32,7 @@ class EglDevice:
 
 def egl_devices() -> list[EglDevice] | str:
     """The devices, looked for in a process of their own; or why they are not known, in words."""
-    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+    command = python_command(search_path(), f"{__name__}:main")
     # The driver counts among those that are visible.
     every = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:

@@ -239,7 +239,7 @@ class Place(Owing):
         building, limit_s = self.nouns.building, self.start_limit_s
         return self.timed_out(building, f"{self.nouns.start_limit(limit_s)}, {building}", limit_s, more)
 
-    def begins(self, order: StartOrder, fds: Sequence[int]) -> None:
+    def send_order(self, order: StartOrder, fds: Sequence[int]) -> None:
         """Sends its order to a worker that was launched. Raises WorkerTimeout."""
         self.send_at_start(order, fds)
         self.awaits_turn = order.awaits_build

@@ -149,7 +149,7 @@ class Pool(BasePool[Place]):
                 self._places.append(place)
                 self._require_place(place)
         for place in self._places:
-            place.begins(*self._starting.order_of(place.index))
+            place.send_order(*self._starting.order_of(place.index))
         self._let_build()
 
     def _launch(self, index: int, content: Any, why: str = "") -> Place:
@@ -416,7 +416,7 @@ class Pool(BasePool[Place]):
         place.outbox.extend((Post, self.sealed(message)) for message in successor.messages)
         content = b"" if self._options.context == "fork" else dumps(successor.content)
         with contextlib.suppress(WorkerTimeout):  # the watch over its start reports that, as it does all losses
-            place.begins(*self._starting.order_of(index, content, self.plans[index].next_info(), waits=waits))
+            place.send_order(*self._starting.order_of(index, content, self.plans[index].next_info(), waits=waits))
             self._let_build()
 
     def _require_place(self, place: Place) -> None:

@@ -23,7 +23,7 @@ from muster.pickling.functools_pickling import dumps as by_value
 from muster.pickling.main_module import MAIN_NAMES, Init
 from muster.pool.environment import WorkerEnv
 from muster.pool.logs import LogLevels
-from muster.pool.output import INHERIT, checked_output
+from muster.pool.output import INHERIT
 from muster.pool.script import Script
 
 WorkerInit = Callable[[], Any] | Literal["script"] | None
@@ -95,7 +95,6 @@ class Processes:
     def __post_init__(self) -> None:
         one_of("context", self.context, CONTEXTS)
         whole(f"threads_per_{self.worker}", self.threads, 1)
-        object.__setattr__(self, "output", checked_output(self.output))
         if self.context == "auto":
             object.__setattr__(self, "context", "forkserver")
 

@@ -74,6 +74,12 @@ class RunOptions:
         if unknown := [name for name in self.log if name not in KNOWN_LOGGERS and not all(split_name(name))]:
             raise ConfigError("log", f"{', '.join(KNOWN_LOGGERS)}, module:function or file.py:function", unknown[0])
 
+    @property
+    def logs_in_run(self) -> bool:
+        """True if what workers print goes into the run's folder."""
+        output = self.worker_output  # make_vec refuses a scheme
+        return output not in (INHERIT, QUIET) and "://" not in output and not Path(output).is_absolute()
+
 
 @dataclass(frozen=True)
 class MakeVecOptions:
@@ -250,8 +256,8 @@ class TrainingPlan:
 
     def printing_to(self, folder: Path | None) -> TrainingPlan:
         """The plan with `run.worker_output` as `make_vec` takes it, for a run in this folder."""
-        if folder is None or self.run.worker_output in (INHERIT, QUIET) or "://" in self.run.worker_output:
-            return self  # make_vec refuses a scheme
+        if folder is None or not self.run.logs_in_run:
+            return self
         return replace(self, run=replace(self.run, worker_output=str(folder / self.run.worker_output)))
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from muster.algorithms.on_policy import OnPolicy
 from muster.algorithms.ppo_config import MAPPOConfig
 from muster.envs.groups import slots_of
 from muster.errors import ConfigError, UsageError
-from muster.pool.output import INHERIT, QUIET
+from muster.pool.output import INHERIT
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.evaluation import STEPS_PER_EPISODE, evaluate
 from muster.training.checkpoints import Checkpoints, Evaluation, read_checkpoint, states_after
@@ -106,8 +106,7 @@ def train(
         facts_in(run_dir, plan.config)  # there is memory for its networks
     origin, others = None if resume else plan.run.init_from, own_runs()
     begin = partial(new_folder, Path("runs"), f"{plan.name}-seed{plan.config.seed}")
-    output = plan.run.worker_output
-    if run_dir is None and output not in (INHERIT, QUIET) and "://" not in output and not Path(output).is_absolute():
+    if run_dir is None and plan.run.logs_in_run:
         run_dir = begin()
     with start_algorithm(plan.printing_to(run_dir)) as ppo:
         anew = None if origin is None else adopt(ppo, Path(origin))

@@ -21,7 +21,7 @@ from muster.hosts.env_facts import is_awaited_class
 from muster.pickling import UserCall
 from muster.pool.environment import WorkerEnv
 from muster.pool.limits import CLOSE_S, Limits
-from muster.pool.output import INHERIT
+from muster.pool.output import INHERIT, checked_output
 from muster.pool.resources import MEMORY_CHECKS, usable_cores
 from muster.pool.set_up import Processes, WorkerInit, choose_init
 from muster.recipes.known_envs import is_known
@@ -178,7 +178,7 @@ def make_vec(
         recycle_after=recycle_after,
     )
     copy, check_finite, concurrent = flags(copy=copy, check_finite=check_finite, concurrent=concurrent)
-    output: Any = worker_output
+    output = checked_output(worker_output)
     processes = Processes(context, threads_per_worker, worker_env, concurrent=concurrent, output=output)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
     if concurrent and (caller_steps or one_env_per_process):

@@ -330,7 +330,8 @@ class ReplicaPool:
             if reason := worn_out(after, resets, steps, watched_s() - at, pid):
                 hooks.due[k] = reason
                 if said := held_at_start(after, at_start):
-                    hooks.spend(k, said)
+                    with pool.whole():
+                        hooks.spend(k, said)
 
     def _receive(self, at_least: int) -> list[tuple[int, Any]]:
         """Waits for batches; returns the places that are done, with their answers, without those that were lost."""
