@@ -72,6 +72,8 @@ def build_where(variable: str, env: Callable[[], Any]) -> Any:
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     (tmp_path / "environment_probe.py").write_text(_PROBE)
     monkeypatch.syspath_prepend(tmp_path)
+    # An env that this process built, as caller_steps does, has imported it here: a forked worker would find it.
+    monkeypatch.delitem(sys.modules, "environment_probe", raising=False)
     monkeypatch.setenv(_GONE, "the caller's")
     monkeypatch.delenv(_NUMBER, raising=False)
     return functools.partial(build, "environment_probe")
