@@ -93,7 +93,8 @@ def test_so_many_workers_build_at_once_and_all_run(way: str, tmp_path: Path) -> 
     begun = [int(word) for word in (tmp_path / "order").read_text().split()]
     assert sorted({*begun}) == list(range(8))
     order = [env for env in begun if env != 3]
-    assert all(abs(order.index(env) - i) <= 1 for i, env in enumerate([0, 1, 2, 4, 5, 6, 7]))  # of two at once any
+    # As one begins, one of those before it may be told to and be slow; the others have begun.
+    assert all(sum(late < env for late in order[i:]) <= 1 for i, env in enumerate(order))
 
 
 def test_without_turns_that_env_fails(tmp_path: Path) -> None:
