@@ -1,7 +1,7 @@
 """Muster: many reinforcement-learning environments in parallel, also those that cannot be pickled, copied or forked.
 
 - `make_vec` makes a vector env: N envs, stepped by worker processes, behind Gymnasium's API. It is a `VectorEnv`, or a
-  `MultiAgentVectorEnv`. `lazy` and `get_worker_info` are for what each env has of its own.
+  `MultiAgentVectorEnv`. `lazy` and `get_worker_info` are for what each env has of its own, `EnvState` for going back.
 - `diagnose` tries an env out, and says how to run many of it, or what is in the way.
 - `Collector` joins a vector env and a policy to an iterator of batches; `MultiCollector` has several processes collect
   them, also those of a `RayCluster` of `Node` hosts. `rebuild_with` is for policies that cannot be copied there.
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.errors import MusterError
 from muster.extras import VERSION
+from muster.hosts.env_states import EnvState
 from muster.lazy_values import lazy
 from muster.vector.make import make_vec
 from muster.vector.multi_agent import MultiAgentVectorEnv
@@ -60,6 +61,7 @@ _NEED_TORCH = {*_LATER, "algorithms", "nn", "rollout"} - {"diagnose"}
 
 __all__ = [
     "Collector",
+    "EnvState",
     "MultiAgentVectorEnv",
     "MultiCollector",
     "MusterError",

@@ -14,6 +14,7 @@
     │   └── NotPendingError             with nothing to wait for
     ├── EnvError (RuntimeError)         an env raised
     │   └── SpecMismatch (ValueError)   an array or a space is not as promised
+    ├── ReplayDiffers (RuntimeError)    an env did not come to a state again
     ├── WorkerError (RuntimeError)      a worker is lost
     │   ├── WorkerDied                  its process or thread ended
     │   ├── WorkerTimeout (TimeoutError)  it hung
@@ -132,6 +133,34 @@ class EnvError(MusterError, RuntimeError):
 
 class SpecMismatch(EnvError, ValueError):
     """An array or a space does not have the shape, dtype or layout that was promised."""
+
+
+class ReplayDiffers(MusterError, RuntimeError):
+    """An env did not come to a state again, though it had the same seed and the same actions.
+
+    env_index, episode, steps: the env, and its state's episode and steps in it.
+    what, expected, got: what is another, and what it should have been and was; digests of arrays.
+    was_reset: the envs that have begun new episodes since.
+    """
+
+    page = "tasks/replay"
+
+    def __init__(self, env_index: int, episode: int, steps: int, what: str, expected: Any, got: Any) -> None:
+        super().__init__(env_index, episode, steps, what, expected, got)
+        self.env_index, self.episode, self.steps = env_index, episode, steps
+        self.what, self.expected, self.got = what, expected, got
+        self.was_reset: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        after = ", ".join(map(str, self.was_reset))
+        return (
+            f"env {self.env_index} did not come to step {self.steps} of its episode {self.episode} again, also built "
+            f"anew: {self.what} is {self.got}, expected {self.expected}. It may draw from a generator that its "
+            "reset(seed=...) does not seed, keep something from one episode to the next, share something with another "
+            "env, or ask a clock or a server; or call() or set_attr() has changed it, or its caller the observation"
+            + f". Reset since: envs {after}" * bool(after)
+            + more(self.page)
+        )
 
 
 class WorkerError(MusterError, RuntimeError):

@@ -34,6 +34,7 @@ struct Slab {
   CallerRecord caller{};
   HostRecord hosts[kHosts]{};
   EnvRecord records[kEnvs]{};
+  EpisodeRecord episodes[kEnvs]{};
   uint32_t layouts[kHosts][kMaxLayouts]{};  // the mail's box for them
   alignas(kCacheLine) char rows[kEnvs * (kActionBytes + 2 * kObsBytes + kInfoBytes)]{};
 };
@@ -217,7 +218,7 @@ uint64_t watch() {
 
 int main(int, char** arguments) {
   layout = {.base = slab.rows, .num_envs = kEnvs, .num_hosts = kHosts, .caller = &slab.caller, .hosts = slab.hosts,
-            .records = slab.records};
+            .records = slab.records, .episodes = slab.episodes};
   uint64_t long_steps = 0;
   std::vector<std::thread> threads;
   for (uint32_t host = 0; host < kHosts; ++host) threads.emplace_back([host] { Worker{host}.run(); });

@@ -13,6 +13,8 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <deque>
 #include <optional>
 #include <string>
 #include <utility>
@@ -49,7 +51,7 @@ class Caller {
       : slab_(slab),
         memory_(Ref::borrow(memory)),
         lending_(slab_, memory),
-        lent_rows_(rows_of(lent)),
+        lent_rows_(rows_of(slab_, lent)),
         must_reset_(must_reset),
         awake_wait_(budget),
         forks_(g_forks.load()),
@@ -241,11 +243,34 @@ class Caller {
       if (finished(i)) bring_home(i);
   }
 
+  // ---- replay: what each env was given since its episode began
+
+  // Keeps the actions of every env's current episode from now on. arrays: the leaves' arrays.
+  void keep_actions(PyObject* arrays) {
+    action_rows_ = rows_of(slab_, arrays);
+    logs_.resize(slab_.num_envs);
+  }
+
+  // Returns the rows of these actions, one after the other.
+  Ref actions_of(uint32_t env) const {
+    const Log& log = logs_.at(env);
+    const bool is_current = log.episode == slab_.episodes[env].begun;
+    Ref rows = checked(PyBytes_FromStringAndSize(nullptr, is_current ? Py_ssize_t(log.rows.size()) : 0));
+    if (is_current) std::copy(log.rows.begin(), log.rows.end(), PyBytes_AS_STRING(rows.get()));
+    return rows;
+  }
+
+  // Notes that an env was given these actions, rows of them, since its episode began.
+  void set_actions(uint32_t env, PyObject* rows) {
+    const char* first = PyBytes_AS_STRING(rows);
+    logs_.at(env) = {slab_.episodes[env].begun, {first, first + PyBytes_GET_SIZE(rows)}};
+  }
+
   // ---- recovery: envs that raised, or whose worker died, are asked again instead of being delivered
 
   // Keeps a copy of every env's last delivered rows from now on. arrays: the leaves' arrays, which hold the rows. The
   // next four may be called only then.
-  void keep_rows(PyObject* arrays) { recovery_.emplace(slab_, rows_of(arrays), first_envs_, pending_); }
+  void keep_rows(PyObject* arrays) { recovery_.emplace(slab_, rows_of(slab_, arrays), first_envs_, pending_); }
 
   std::vector<uint32_t> failed() const { return recovery_.value().failed(); }
   void restore(uint32_t env) { recovery_.value().restore(env); }
@@ -264,6 +289,11 @@ class Caller {
   uint32_t host_of(uint32_t env) const { return host_of_.at(env); }
 
  private:
+  struct Log {
+    uint64_t episode = 0;
+    std::deque<char> rows;  // grows without a copy, and by no more than it needs
+  };
+
   struct Scalars {
     explicit Scalars(npy_intp count)
         : rewards(checked(PyArray_SimpleNew(1, &count, NPY_DOUBLE))),
@@ -279,15 +309,6 @@ class Caller {
     uint8_t* cut;
     int unusual = 0;
   };
-
-  std::vector<SlabRows> rows_of(PyObject* arrays) const {
-    std::vector<SlabRows> rows;
-    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(arrays); ++k) {
-      const LeafRows leaf(PyList_GET_ITEM(arrays, k));
-      rows.push_back({size_t(PyArray_BYTES(leaf.array) - slab_.base), leaf.row_bytes});
-    }
-    return rows;
-  }
 
   // The numbers and the size of an int64 array. Python has checked already that the ids are distinct and in range.
   static std::pair<const int64_t*, size_t> ids_of(PyObject* env_ids) {
@@ -352,10 +373,22 @@ class Caller {
   void request(uint32_t env, Command command) {
     EnvRecord& record = slab_.records[env];
     if (recovery_) recovery_->keep(env);
+    if (!logs_.empty() && command == Command::kStep) log(env);
     record.command = command;
     count_request(env);
     pending_[env] = 1;
     ++num_pending_;
+  }
+
+  // Also where the request turns out to be a reset: the next one finds another episode then.
+  void log(uint32_t env) {
+    Log& log = logs_[env];
+    const uint64_t episode = slab_.episodes[env].begun;
+    if (std::exchange(log.episode, episode) != episode) log.rows.clear();
+    for (const SlabRows& rows : action_rows_) {
+      const char* row = slab_.row(rows, env);
+      log.rows.insert(log.rows.end(), row, row + rows.row_bytes);
+    }
   }
 
   // Last of all: a worker that is awake for another env sees the request at once.
@@ -440,6 +473,8 @@ class Caller {
   std::atomic<unsigned long> inside_{0};  // the thread that is within a verb
   uint32_t depth_ = 0;
   std::optional<Recovery> recovery_;  // where rows are kept
+  std::vector<SlabRows> action_rows_;
+  std::vector<Log> logs_;  // where actions are kept; else empty
   Stepper* local_ = nullptr;
   Ref local_owner_;
 };

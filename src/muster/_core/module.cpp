@@ -212,6 +212,7 @@ void bind_numbers(nb::module_& m) {
   m.attr("HOST_DOING_AT") = offsetof(HostRecord, doing);
   m.attr("HOST_OF_ENVS_AT") = offsetof(HostRecord, ticks_of_envs);
   m.attr("CALLER_BYTES") = sizeof(CallerRecord);
+  m.attr("EPISODE_BYTES") = sizeof(EpisodeRecord);
   m.attr("CACHE_LINE") = kCacheLine;
   m.attr("SLICE_NS") = Caller::kSliceNs;
   m.attr("MARK") = kMark;
@@ -231,6 +232,7 @@ void bind_slab_layout(nb::module_& m) {
             .caller = reinterpret_cast<CallerRecord*>(base + number("caller_offset")),
             .hosts = reinterpret_cast<HostRecord*>(base + number("hosts_offset")),
             .records = reinterpret_cast<EnvRecord*>(base + number("records_offset")),
+            .episodes = reinterpret_cast<EpisodeRecord*>(base + number("episodes_offset")),
             .info_offset = number("info_offset"), .info_bytes = number("info_bytes"),
             .obs_offset = number("obs_offset"), .obs_block_bytes = number("obs_block_bytes"),
             .obs_lent_bytes = number("obs_lent_bytes"), .num_obs_blocks = uint32_t(number("num_obs_blocks")),
@@ -271,18 +273,21 @@ void bind_stepper(nb::module_& m) {
       .def("__init__",
            [](Stepper* self, const SlabLayout& slab, uint32_t host, uint32_t first_env, nb::list envs, ObsNode& obs,
               ActionNode& action, int autoreset, bool check_finite, bool lenient, PyObject* reward_key,
-              bool actions_by_mail, PyObject* env_host, nb::handle budget) {
+              bool actions_by_mail, bool seeds_episodes, PyObject* env_host, nb::handle budget) {
              new (self) Stepper(slab, host, first_env, envs.ptr(), std::move(obs), std::move(action),
                                 Autoreset(autoreset), {check_finite, lenient, Ref::borrow(reward_key)},
-                                actions_by_mail, env_host, wait_budget_of(budget));
+                                actions_by_mail, seeds_episodes, env_host, wait_budget_of(budget));
            },
            nb::kw_only(), "slab"_a, "host"_a, "first_env"_a, "envs"_a, "obs"_a, "action"_a, "autoreset"_a,
-           "check_finite"_a, "lenient"_a, "reward_key"_a.none(), "actions_by_mail"_a, "env_host"_a, "wait_budget"_a)
+           "check_finite"_a, "lenient"_a, "reward_key"_a.none(), "actions_by_mail"_a, "seeds_episodes"_a, "env_host"_a,
+           "wait_budget"_a)
       .def("run", &Stepper::run)
       .def("reset_env", &Stepper::reset_env, "i"_a, "seed"_a.none(), "options"_a.none(), "passes_options"_a = true)
       .def("replace_env", &Stepper::replace_env, "i"_a, "env"_a, "seed"_a.none())
       .def("acknowledge", &Stepper::acknowledge)
       .def("refuse", &Stepper::refuse)
+      .def("replay", &Stepper::replay, "i"_a, "options"_a.none(), "steps"_a, "actions"_a, "rows"_a)
+      .def("publish", &Stepper::publish)
       .def("await_ring", &Stepper::await_ring, "seen"_a, "timeout_ns"_a)
       .def("takes_message", &Stepper::takes_message)
       .def("take_requested", &Stepper::take_requested)
@@ -323,6 +328,9 @@ void bind_caller(nb::module_& m) {
       .def("wait", &Caller::wait, "min_envs"_a, "slice_ns"_a)
       .def("collect", &Caller::collect, "copies"_a, "columns"_a)
       .def("keep_rows", &Caller::keep_rows)
+      .def("keep_actions", &Caller::keep_actions)
+      .def("actions_of", &Caller::actions_of)
+      .def("set_actions", &Caller::set_actions)
       .def("failed", &Caller::failed)
       .def("restore", &Caller::restore)
       .def("ask_again", &Caller::ask_again)

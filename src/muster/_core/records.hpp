@@ -51,6 +51,15 @@ struct alignas(kCacheLine) EnvRecord {
     return requested.load(std::memory_order_acquire) != finished.load(std::memory_order_relaxed);
   }
   void finish() { finished.store(requested.load(std::memory_order_relaxed), std::memory_order_release); }
+  void count(double step_reward, bool is_terminated, bool is_truncated) {
+    if (episode_over) episode_return = 0, episode_length = 0;
+    reward = step_reward;
+    episode_return += reward;
+    episode_length += 1;
+    terminated = is_terminated;
+    truncated = is_truncated;
+    needs_reset = episode_over = terminated || truncated;
+  }
 };
 static_assert(sizeof(EnvRecord) == kCacheLine);
 
@@ -59,6 +68,13 @@ template <class Field>
 inline constexpr const char* kFormat =
     std::is_same_v<Field, bool> ? "?" : std::is_same_v<Field, double> ? "f8" : std::is_same_v<Field, int64_t> ? "i8"
     : sizeof(Field) == 4 ? "u4" : sizeof(Field) == 1 ? "u1" : nullptr;
+
+// Where the seeds of an env's episodes come from, where each has its own: the caller writes the one that all of them are
+// made from, the worker counts them. A part of the env's bytes.
+struct EpisodeRecord {
+  uint64_t seed;
+  uint64_t begun;  // episodes since that seed was written, the current one included
+};
 
 // The counters and states by which the caller and one host communicate. Each cache line has one writer, except that the
 // worker writes `asleep`; and ringing, finishing and diagnosis have a line each.

@@ -16,13 +16,14 @@ class Recovery {
   // leaves: the rows to keep.  first_envs, pending: the Caller's own vectors, which have to outlive this object.
   Recovery(const SlabLayout& slab, const std::vector<SlabRows>& leaves, const std::vector<uint32_t>& first_envs,
            const std::vector<uint8_t>& pending)
-      : slab_(slab), first_envs_(first_envs), pending_(pending), records_(slab.num_envs * kKeptBytes) {
+      : slab_(slab), first_envs_(first_envs), pending_(pending), records_(slab.num_envs * kKeptBytes), episodes_(slab.num_envs) {
     for (const SlabRows& rows : leaves)
       if (rows.row_bytes) leaves_.push_back({rows, std::vector<char>(rows.row_bytes * slab.num_envs)});
   }
 
   // Keeps the rows and the record of `env` as they are now, before the env is sent to.
   void keep(uint32_t env) {
+    episodes_[env] = slab_.episodes[env];
     std::memcpy(kept_record(env), part_to_keep(env), kKeptBytes);
     for (KeptRows& rows : leaves_) std::memcpy(rows.row(env), slab_.row(rows, env), rows.row_bytes);
   }
@@ -32,6 +33,7 @@ class Recovery {
     uint32_t& restarts = slab_.records[env].restarts;
     const uint32_t restarts_now = restarts;
     std::memcpy(part_to_keep(env), kept_record(env), kKeptBytes);
+    slab_.episodes[env] = episodes_[env];
     restarts = restarts_now;
     for (KeptRows& rows : leaves_) std::memcpy(slab_.row(rows, env), rows.row(env), rows.row_bytes);
   }
@@ -89,6 +91,7 @@ class Recovery {
   const std::vector<uint32_t>& first_envs_;
   const std::vector<uint8_t>& pending_;
   std::vector<char> records_;
+  std::vector<EpisodeRecord> episodes_;
   std::vector<KeptRows> leaves_;
 };
 

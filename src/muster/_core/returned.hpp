@@ -7,9 +7,37 @@
 
 namespace muster {
 
+// What a step of an env has returned.
+struct StepReturns {
+  Ref tuple, info;
+  double reward;
+  bool terminated, truncated;
+
+  PyObject* obs() const { return PyTuple_GET_ITEM(tuple.get(), 0); }
+  bool over() const { return terminated || truncated; }
+};
+
 struct Returned {
-  // Returns a list as a tuple. Raises TypeError for what is no sequence of this size.
+  // result: null where the env has raised.
+  StepReturns step(Ref result) const {
+    if (!result) throw PythonError{};
+    result = as_tuple(std::move(result), 5, "step must return (obs, reward, terminated, truncated, info)");
+    auto item = [&](Py_ssize_t k) { return PyTuple_GET_ITEM(result.get(), k); };
+    Ref info = Ref::borrow(item(4));
+    const bool is_float = PyFloat_Check(item(1)) && !check_finite;
+    const double reward = is_float ? PyFloat_AS_DOUBLE(item(1)) : this->reward(item(1), info);
+    const bool terminated = item(2) == Py_True || (item(2) != Py_False && flag(item(2), "terminated"));
+    const bool truncated = item(3) == Py_True || (item(3) != Py_False && flag(item(3), "truncated"));
+    return {std::move(result), std::move(info), reward, terminated, truncated};
+  }
+
   static Ref as_tuple(Ref result, Py_ssize_t size, const char* expected) {
+    if (PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == size) return result;
+    return made_tuple(std::move(result), size, expected);
+  }
+
+  // Returns a list as a tuple. Raises TypeError for what is no sequence of this size.
+  static Ref made_tuple(Ref result, Py_ssize_t size, const char* expected) {
     if (PyList_Check(result.get())) result = checked(PyList_AsTuple(result.get()));
     if (PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == size) return result;
     const bool as_in_gym = PyTuple_Check(result.get()) ? PyTuple_GET_SIZE(result.get()) == 4 && size == 5 : size == 2;

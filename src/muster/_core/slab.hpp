@@ -23,6 +23,7 @@ struct SlabLayout {
   CallerRecord* caller;
   HostRecord* hosts;
   EnvRecord* records;
+  EpisodeRecord* episodes;
   size_t info_offset;
   size_t info_bytes;  // of one info; each env has kNumInfoRows
   size_t obs_offset;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "python.hpp"
+#include "slab.hpp"
 
 namespace muster {
 
@@ -29,6 +30,16 @@ struct LeafRows {
   Shape shape;  // of one row
   size_t row_bytes;
 };
+
+// The rows of leaves. arrays: a list of theirs.
+inline std::vector<SlabRows> rows_of(const SlabLayout& slab, PyObject* arrays) {
+  std::vector<SlabRows> rows;
+  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(arrays); ++k) {
+    const LeafRows leaf(PyList_GET_ITEM(arrays, k));
+    rows.push_back({size_t(PyArray_BYTES(leaf.array) - slab.base), leaf.row_bytes});
+  }
+  return rows;
+}
 
 enum class Branch { kDict, kTuple, kStack };  // kStack: of observations, one member for each agent of a group
 

@@ -18,11 +18,13 @@ enum class Autoreset { kNextStep = 0, kSameStep = 1, kDisabled = 2 };
 //
 // `env_host` is the Python object that owns the stepper. Its methods are called only in rare cases:
 // on_error(env, exception) -> mail bytes, put_mail(env, objects, final_objects) -> mail bytes, own(objects) -> copies,
-// take_actions(env) -> iterator, on_new_schema() -> end of the layouts in the mail.
+// take_actions(env) -> iterator, on_new_schema() -> end of the layouts in the mail; and where it `seeds_episodes`, for
+// each reset, next_seed(env) -> int.
 class Stepper {
  public:
   Stepper(const SlabLayout& slab, uint32_t host, uint32_t first_env, PyObject* envs, ObsNode obs, ActionNode action,
-          Autoreset autoreset, Returned returned, bool actions_by_mail, PyObject* env_host, WaitBudget budget)
+          Autoreset autoreset, Returned returned, bool actions_by_mail, bool seeds_episodes, PyObject* env_host,
+          WaitBudget budget)
       : slab_(slab),
         host_(host),
         own_(slab_.hosts[host]),
@@ -33,6 +35,7 @@ class Stepper {
         autoreset_(autoreset),
         returned_(std::move(returned)),
         actions_by_mail_(actions_by_mail),
+        seeds_episodes_(seeds_episodes),
         env_host_(env_host),
         awake_wait_(budget),
         infos_(slab_.info_bytes),
@@ -125,6 +128,34 @@ class Stepper {
       throw PythonError{};
     });
   }
+
+  // Resets env i, and steps it through `actions`, which are the rows of `steps` actions; writes its last row, which
+  // `publish` answers with. Ends early where an episode does. rows: the arrays of the leaves of actions.
+  void replay(uint32_t i, PyObject* options, size_t steps, PyObject* actions, PyObject* rows) {
+    EnvRecord& record = slab_.records[first_env_ + i];
+    const std::vector<SlabRows> leaves = rows_of(slab_, rows);
+    const char* action = PyBytes_AS_STRING(actions);
+    InEnv in_env_code;
+    record.has_final = 0;
+    clear_objects();
+    store_reset(call_reset(i, Py_None, options, options != Py_None), i, record);
+    for (size_t at = 0; at < steps && !record.episode_over; ++at) {
+      for (const SlabRows& leaf : leaves) {
+        std::memcpy(slab_.row(leaf, first_env_ + i), action, leaf.row_bytes);
+        action += leaf.row_bytes;
+      }
+      const StepReturns returns = returned_.step(call_step(i, action_.read(slab_.base, first_env_ + i, nullptr)));
+      clear_objects();
+      if (at + 1 < steps)
+        record.count(returns.reward, returns.terminated, returns.truncated);
+      else
+        store_row(returns, i, record, false);
+    }
+    own_.doing.store(Doing::kNothing, std::memory_order_relaxed);
+    in_env_code.ends();
+  }
+
+  void publish(uint32_t i) { serve(i, [] { return true; }); }
 
   Ref describe_schemas() const { return infos_.describe(); }
 
@@ -299,40 +330,35 @@ class Stepper {
   void step(uint32_t i, EnvRecord& record) {
     record.has_final = 0;
     if (resets_first(record)) return store_reset(call_reset(i), i, record);
-    const Ref action = read_action(i, record);
+    Ref result = call_step(i, read_action(i, record));
+    bump<uint64_t>(own_.env_steps, 1);
+    if (store_step(std::move(result), i, record)) store_reset_of_step(call_reset(i), i, record);
+  }
+
+  // Returns null where the env raises.
+  Ref call_step(uint32_t i, const Ref& action) {
     const Ref held = env(i);
     PyObject* args[] = {held.get(), action.get()};
     const uint64_t start = begin(Doing::kStepping, i);
     Ref result(PyObject_VectorcallMethod(step_name_.get(), args, 2, nullptr));
     end(start);
-    bump<uint64_t>(own_.env_steps, 1);
-    if (!result) throw PythonError{};
-    if (store_step(std::move(result), i, record)) store_reset_of_step(call_reset(i), i, record);
+    return result;
+  }
+
+  // final: into the rows of the step that ended the episode (same_step).
+  void store_row(const StepReturns& returns, uint32_t i, EnvRecord& record, bool final) {
+    Ref& objects = final ? final_objects_ : objects_;
+    record.final_ints = write_obs(returns.obs(), i, final, objects);
+    uint32_t& schema = final ? record.final_schema : record.info_schema;
+    schema = write_info(returns.info.get(), i, final ? kFinalInfo : kStepInfo, objects);
+    record.count(returns.reward, returns.terminated, returns.truncated);
   }
 
   // Returns whether the env has to be reset before it has answered.
   bool store_step(Ref result, uint32_t i, EnvRecord& record) {
-    result = as_tuple(std::move(result), 5, "step must return (obs, reward, terminated, truncated, info)");
-    Ref info = Ref::borrow(PyTuple_GET_ITEM(result.get(), 4));
-    const double reward = reward_of(PyTuple_GET_ITEM(result.get(), 1), info);
-    const bool terminated = flag_of(PyTuple_GET_ITEM(result.get(), 2), "terminated");
-    const bool truncated = flag_of(PyTuple_GET_ITEM(result.get(), 3), "truncated");
-    const bool over = terminated || truncated;
-    const bool reset_now = over && autoreset_ == Autoreset::kSameStep;
-
-    record.final_ints =
-        write_obs(PyTuple_GET_ITEM(result.get(), 0), i, reset_now, reset_now ? final_objects_ : objects_);
-    uint32_t& schema = reset_now ? record.final_schema : record.info_schema;
-    schema = write_info(info.get(), i, reset_now ? kFinalInfo : kStepInfo, reset_now ? final_objects_ : objects_);
-
-    if (record.episode_over) record.episode_return = 0, record.episode_length = 0;
-    record.reward = reward;
-    record.episode_return += reward;
-    record.episode_length += 1;
-    record.terminated = terminated;
-    record.truncated = truncated;
-    record.needs_reset = over;
-    record.episode_over = over;
+    const StepReturns returns = returned_.step(std::move(result));
+    const bool reset_now = returns.over() && autoreset_ == Autoreset::kSameStep;
+    store_row(returns, i, record, reset_now);
     // In its reset the env may reuse the objects that its step has just returned.
     if (reset_now && PyList_GET_SIZE(final_objects_.get())) {
       final_objects_ = checked(PyObject_CallMethod(env_host_, "own", "O", final_objects_.get()));
@@ -348,7 +374,9 @@ class Stepper {
 
   Ref call_reset(uint32_t i, PyObject* seed = nullptr, PyObject* options = Py_None, bool passes_options = true) {
     Ref next_seed = std::move(next_seeds_[i]);
-    if (next_seed && (!seed || seed == Py_None)) seed = next_seed.get();
+    if (seeds_episodes_) next_seed = checked(PyObject_CallMethod(env_host_, "next_seed", "I", i));
+    if (!seed) passes_options = false;
+    if (next_seed && (seeds_episodes_ || !seed || seed == Py_None)) seed = next_seed.get();
     const Ref held = env(i);
     PyObject* args[] = {held.get(), seed, options};
     const uint64_t start = begin(Doing::kResetting, i);
@@ -372,7 +400,7 @@ class Stepper {
   void store_reset_rows(Ref result, uint32_t i, EnvRecord& record) {
     bump<uint64_t>(own_.resets, 1);
     if (!result) throw PythonError{};
-    result = as_tuple(std::move(result), 2, "reset must return (obs, info)");
+    result = Returned::as_tuple(std::move(result), 2, "reset must return (obs, info)");
     write_obs(PyTuple_GET_ITEM(result.get(), 0), i, false, objects_);
     record.info_schema = write_info(PyTuple_GET_ITEM(result.get(), 1), i, kStepInfo, objects_);
   }
@@ -397,19 +425,6 @@ class Stepper {
     return schema;
   }
 
-  static Ref as_tuple(Ref result, Py_ssize_t size, const char* expected) {
-    if (PyTuple_Check(result.get()) && PyTuple_GET_SIZE(result.get()) == size) return result;
-    return Returned::as_tuple(std::move(result), size, expected);
-  }
-
-  double reward_of(PyObject* value, Ref& info) const {
-    return PyFloat_Check(value) && !returned_.check_finite ? PyFloat_AS_DOUBLE(value) : returned_.reward(value, info);
-  }
-
-  bool flag_of(PyObject* value, const char* name) const {
-    return value == Py_True || (value != Py_False && returned_.flag(value, name));
-  }
-
   void put_mail(uint32_t i, EnvRecord& record) {
     Ref objects = std::exchange(objects_, checked(PyList_New(0)));
     Ref final_objects = std::exchange(final_objects_, checked(PyList_New(0)));
@@ -418,8 +433,7 @@ class Stepper {
   }
 
   void report(uint32_t i, EnvRecord& record) {
-    check(PyList_SetSlice(objects_.get(), 0, PyList_GET_SIZE(objects_.get()), nullptr));
-    check(PyList_SetSlice(final_objects_.get(), 0, PyList_GET_SIZE(final_objects_.get()), nullptr));
+    clear_objects();
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
@@ -431,6 +445,11 @@ class Stepper {
     record.info_schema = record.final_schema = InfoTable::kEmpty;
     record.has_final = 0;
     record.status = Status::kRaised;
+  }
+
+  void clear_objects() {
+    for (const Ref* objects : {&objects_, &final_objects_})
+      check(PyList_SetSlice(objects->get(), 0, PyList_GET_SIZE(objects->get()), nullptr));
   }
 
   static uint32_t uint32_of(const Ref& number) {
@@ -449,6 +468,7 @@ class Stepper {
   Autoreset autoreset_;
   Returned returned_;
   bool actions_by_mail_;
+  bool seeds_episodes_;
   PyObject* env_host_;  // borrowed: the env host owns this stepper
   AwakeWait awake_wait_;
   InfoTable infos_;

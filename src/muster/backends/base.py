@@ -31,6 +31,7 @@ from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.limits import AT_ONCE, FOR_EVER, CloseLimits
 from muster.pool.resources import Usage, naming_limits
 from muster.pool.verbs import Whole
+from muster.recipes.recipe import Recipe
 from muster.spaces.tree import Array
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab, SlabPlan
@@ -69,6 +70,8 @@ class Backend(ABC):
     num_workers: int
     """Workers that step envs, the caller not counted."""
     first_envs: tuple[int, ...]
+    recipes: Sequence[Recipe]
+    """Those of its envs."""
     numbers: Sequence[int]
     """The numbers of all envs that users know, and that questions have."""
     nouns: Nouns = NOUNS

@@ -48,7 +48,7 @@ class PooledBackend(Backend, Hooks):
         limits: Limits,
         concurrent: bool,
     ) -> None:
-        self._recipes = recipes
+        self.recipes = recipes
         self.nouns = nouns
         self.user_call = recipes[0].call
         self.num_workers = num_workers
@@ -66,7 +66,7 @@ class PooledBackend(Backend, Hooks):
         return EnvPlan(recipes, first_env, together, None, self._concurrent, *limits)
 
     def _has_awaited(self, host: int) -> bool:
-        return any(is_awaited_class(self._recipes[env].factory) for env in self.envs_of(host))
+        return any(is_awaited_class(self.recipes[env].factory) for env in self.envs_of(host))
 
     def _parts(self, host: int) -> int:
         """The number of closes that a worker reports: it closes envs that it steps at the same time together."""

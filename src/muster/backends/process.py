@@ -113,7 +113,7 @@ class ProcessBackend(PooledBackend):
     def _start(self) -> list[EnvFacts]:
         options, processes = self._options, self._options.processes
         plans = plans_of(
-            self._recipes,
+            self.recipes,
             self.first_envs[: self.num_workers + 1],
             processes,
             lambda recipes, envs: self._content(recipes, envs.start),
@@ -129,7 +129,7 @@ class ProcessBackend(PooledBackend):
             *("muster.hosts.env_resident:EnvResident", plans, processes, self, self._limits),
             files=self._files,
             nouns=self._nouns(),
-            about=about_of(self._recipes, self.first_envs),
+            about=about_of(self.recipes, self.first_envs),
         )
         self._has_pool, self._round = True, self.pool.round()
         local: list[EnvFacts] = []
@@ -143,12 +143,12 @@ class ProcessBackend(PooledBackend):
     def _nouns(self) -> Nouns:
         """The nouns of the pool, with the hints of its errors."""
         here = " and in this one" if self._options.caller_steps else ""
-        dying = [advise_apart(self._recipes[envs.start : envs.stop]) for envs in map(self.envs_of, self._hosts)]
-        nouns = with_hints(self.nouns, self.user_call, len(self._recipes), self.num_workers, here)
+        dying = [advise_apart(self.recipes[envs.start : envs.stop]) for envs in map(self.envs_of, self._hosts)]
+        nouns = with_hints(self.nouns, self.user_call, len(self.recipes), self.num_workers, here)
         return dataclasses.replace(nouns, dying=tuple(dying), limited=self._limits.step_timeout is not None)
 
     def _memory_plan(self) -> MemoryPlan | None:
-        count, options = len(self._recipes), self._options
+        count, options = len(self.recipes), self._options
         if count == 1 or not self.num_workers or options.memory_check == "off":
             return None
         one_each = options.num_workers + options.caller_steps == count and not options.one_env_per_process
@@ -158,9 +158,9 @@ class ProcessBackend(PooledBackend):
         if not self._options.caller_steps:
             return []
         host, first = self.num_workers, self.first_envs[self.num_workers]
-        indices = self._local_indices.take(len(self._recipes) - first)
-        info = WorkerInfo(None, host, len(self._recipes), self.num_workers, None, unique_indices=indices)
-        self._local = EnvHost(self._recipes[first:], info, first, awaits=in_loop)
+        indices = self._local_indices.take(len(self.recipes) - first)
+        info = WorkerInfo(None, host, len(self.recipes), self.num_workers, None, unique_indices=indices)
+        self._local = EnvHost(self.recipes[first:], info, first, awaits=in_loop)
         with no_banner_meanwhile():  # none from the workers, so none from here
             failure = self._local.initialise(self._options.processes.init.function) or self._local.build()
         if failure:

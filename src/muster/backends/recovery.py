@@ -62,7 +62,7 @@ class Recovery:
         self.lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by the envs that were pending then
         self._restarts: dict[int, _Restart] = {}  # by env, until the row of the restart is delivered
-        self._kept = Kept(backend.numbers, backend.pack)
+        self.kept = Kept(backend.numbers, backend.pack)
         self._need_processes: set[int] = set()  # envs that could not be built again in the process that they were in
         self._warned_lost: set[str] = set()  # names of lost attributes that a warning has named
         self._recycled = np.zeros(num_envs, np.int64)
@@ -84,7 +84,7 @@ class Recovery:
 
     def answers_to(self, question: EnvQuestion) -> list[Any]:
         """As `Backend.answers_to`; envs that are built again are asked again."""
-        return self._kept.while_asking(question, lambda: self._backend.answers_to(question))
+        return self.kept.while_asking(question, lambda: self._backend.answers_to(question))
 
     def worker_died(self, host: int, envs: range, reason: str) -> dict[int, list[EnvQuestion]]:
         """Notes that the backend replaces a dead worker: its envs are built again, their episodes are lost.
@@ -99,14 +99,14 @@ class Recovery:
         for env in envs:
             self._records["restarts"][env] += 1
             (self._reasons if env in pending else self.lost)[env] = reason
-        return self._kept.of(self._backend.numbers[envs.start : envs.stop])
+        return self.kept.of(self._backend.numbers[envs.start : envs.stop])
 
     def recycles(self, after: Mapping[str, float], most: int) -> None:
         """Has workers replaced by `Recycling`."""
         self.recycling = Recycling(self._backend, self._mode, after, most, self._recycle, self._count)
 
     def _recycle(self, host: int, envs: range, reason: str, begin: Collection[int]) -> None:
-        self._backend.recycle(host, reason, self._kept.of(self._backend.numbers[envs.start : envs.stop]))
+        self._backend.recycle(host, reason, self.kept.of(self._backend.numbers[envs.start : envs.stop]))
         self._infos.forget(host)
         self._recycled[envs.start : envs.stop] += 1
         self.lost |= {env: "" if env in begin else reason for env in envs}
@@ -216,7 +216,7 @@ class Recovery:
         seed = self._new_seed(env)
         elsewhere = env in self._need_processes
         number = self._backend.numbers[env]
-        again = self._kept.of([number])[number]
+        again = self.kept.of([number])[number]
         order = Restart(env, seed, restart.options, resets_now, rebuilds, elsewhere, again)
         if self._backend.restart(order):
             self._infos.forget(self._caller.host_of(env))

@@ -49,7 +49,7 @@ class SerialBackend(Backend):
         self._activity = activity
         self._init = init
         self.nouns = nouns
-        self.user_call = recipes[0].call
+        self.recipes, self.user_call = recipes, recipes[0].call
         self.first_envs = (0, len(recipes))
         self._is_callers = info is None  # else a worker's: its caller says what it waits for
         info = info or WorkerInfo(env_index=None, worker_index=0, num_envs=len(recipes), num_workers=1, seed=None)

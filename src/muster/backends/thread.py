@@ -49,13 +49,13 @@ class ThreadBackend(PooledBackend):
 
     def _plan(self, host: int) -> Plan:
         envs = self.envs_of(host)
-        info = WorkerInfo(None, host, len(self._recipes), self.num_workers, seed=None)
-        content = self._content(self._recipes[envs.start : envs.stop], envs.start, self._recipes)
+        info = WorkerInfo(None, host, len(self.recipes), self.num_workers, seed=None)
+        content = self._content(self.recipes[envs.start : envs.stop], envs.start, self.recipes)
         return Plan(content, info, envs, self._parts(host))
 
     def _start(self) -> list[EnvFacts]:
-        info = WorkerInfo(None, 0, len(self._recipes), self.num_workers, seed=None)
-        if failure := EnvHost(self._recipes, info, 0).initialise(self._init):
+        info = WorkerInfo(None, 0, len(self.recipes), self.num_workers, seed=None)
+        if failure := EnvHost(self.recipes, info, 0).initialise(self._init):
             raise to_exception(failure)
         return [one for of_host in self.pool.start() for one in of_host]
 

@@ -14,7 +14,7 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from muster.envs.agents import AgentsEnv
-from muster.envs.layout import AgentLayout
+from muster.envs.layout import AgentLayout, RowNode, layout_difference
 from muster.errors import OneEnvPerProcess, RecipeError, SpecMismatch
 from muster.hosts.failures import about_gym
 from muster.introspection import type_name
@@ -23,6 +23,7 @@ from muster.pickling.walk import is_importable
 from muster.spaces.compare import first_difference
 from muster.spaces.tree import Space
 from muster.transport.mail import dumps
+from muster.transport.slab import SlabPlan
 
 _SMALL_BYTES = 1 << 16
 # The steps of wrappers that return what the env's step does, as it is.
@@ -170,3 +171,22 @@ def check_one_per_process(env: Any, num_envs: int, call: UserCall = MAKE_VEC) ->
 def same_facts(a: EnvFacts, b: EnvFacts) -> bool:
     pairs = ((a.observation_space, b.observation_space), (a.action_space, b.action_space))
     return a.agents == b.agents and not any(first_difference(x, y, "", bounds=True) for x, y in pairs)
+
+
+def misfit(plan: SlabPlan, env: Any, index: int) -> SpecMismatch | None:
+    """The reason why a new env does not fit the rows that were laid out for the first one; None if it does."""
+    facts, layout = facts_of(env), plan.obs.layout if isinstance(plan.obs, RowNode) else None
+    reason = layout_difference(layout, facts.agents)
+    for path, expected, got in (
+        ("observation", plan.obs.space if layout is None else layout.observation_space(), facts.observation_space),
+        ("action", plan.action.space if layout is None else layout.action_space(), facts.action_space),
+    ):
+        if reason is None and (found := first_difference(expected, got, path, bounds=False)) is not None:
+            reason = f"{found.path}: {found.field} is {found.got}, expected {found.expected}"
+    if reason is None:
+        return None
+    return SpecMismatch(
+        f"env {index}, built anew, is laid out otherwise than before: {reason}. Make the factory build the same spaces "
+        "and agents every time",
+        env_index=index,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,9 +12,9 @@ from types import coroutine
 from typing import Any
 
 from muster._core import Doing, Stepper
-from muster.envs.layout import RowNode, layout_difference
-from muster.errors import CannotTravel, MusterError, SpecMismatch, more
-from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, is_awaited, same_facts
+from muster.errors import CannotTravel, MusterError, ReplayDiffers, SpecMismatch, more
+from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, is_awaited, misfit, same_facts
+from muster.hosts.env_states import EnvState, difference, seed_of_episode
 from muster.hosts.failures import AttributesLost, Failure, about_gym, reset_note
 from muster.hosts.questions import Deed, EnvQuestion, InTurn, shared
 from muster.hosts.requests import HostOptions, Restart
@@ -27,7 +28,6 @@ from muster.pool.watch import Activity
 from muster.pool.worker import seed_globals
 from muster.recipes.known_envs import advise_apart
 from muster.recipes.recipe import BuiltEnv, Recipe
-from muster.spaces.compare import first_difference
 from muster.transport.infos import info_object_names
 from muster.transport.mail import Mail
 from muster.transport.slab import Slab
@@ -71,6 +71,7 @@ class EnvHost:
         self._stepped: list[Any] = []  # what the stepper calls for each env: most often the same list
         self._built: list[BuiltEnv] = []
         self._unset: dict[int, AttributesLost] = {}  # what could not be set again, until the env's next request
+        self.not_set: dict[int, Exception] = {}  # why an env could not be set to a state, until somebody asks
         self._slab: Slab | None = None
 
     # ---- building
@@ -138,7 +139,7 @@ class EnvHost:
         self._mail = mail
         self._schemas_mailed = self._schema_mail_end = 0
         self._host = host
-        self._misfits = [self._misfit(i, env) for i, env in enumerate(self.envs)]
+        self._misfits = [self._misfit(i) for i in range(len(self.envs))]
         self._stepped = [self._to_step(i) for i in range(len(self.envs))]
         self.stepper = Stepper(
             slab=slab.layout,
@@ -152,6 +153,7 @@ class EnvHost:
             lenient=options.lenient,
             reward_key=options.reward_key,
             actions_by_mail=slab.plan.action.has_objects,
+            seeds_episodes=options.seeds_episodes,
             env_host=self,
             wait_budget=options.wait_budget,
         )
@@ -160,25 +162,9 @@ class EnvHost:
         env, permits = self.way.to_step(self, i), self.recipes[i].permits
         return env if permits is None else _Permitted(env, permits)
 
-    def _misfit(self, i: int, env: Any) -> SpecMismatch | None:
-        """The reason why a new env does not fit the rows that were laid out for the first one; None if it does."""
+    def _misfit(self, i: int) -> SpecMismatch | None:
         assert self._slab is not None
-        plan, facts = self._slab.plan, facts_of(env)
-        layout = plan.obs.layout if isinstance(plan.obs, RowNode) else None
-        reason = layout_difference(layout, facts.agents)
-        for path, expected, got in (
-            ("observation", plan.obs.space if layout is None else layout.observation_space(), facts.observation_space),
-            ("action", plan.action.space if layout is None else layout.action_space(), facts.action_space),
-        ):
-            if reason is None and (found := first_difference(expected, got, path, bounds=False)) is not None:
-                reason = f"{found.path}: {found.field} is {found.got}, expected {found.expected}"
-        if reason is None:
-            return None
-        return SpecMismatch(
-            f"env {self.first_env + i}, built anew, is laid out otherwise than before: {reason}. Make the factory "
-            "build the same spaces and agents every time",
-            env_index=self.first_env + i,
-        )
+        return misfit(self._slab.plan, self.envs[i], self.first_env + i)
 
     # ---- what the stepper calls, rarely
 
@@ -235,6 +221,16 @@ class EnvHost:
         end = self._mail.append(box, schemas[self._schemas_mailed :], self._schema_mail_end)
         self._schemas_mailed, self._schema_mail_end = len(schemas), end
         return end
+
+    def next_seed(self, i: int) -> int:
+        """The seed of env i's next reset, where each has the one of its episode."""
+        assert self._slab is not None
+        own, begun = self._slab.episodes[self.first_env + i].tolist()
+        self._slab.episodes[self.first_env + i, 1] = begun + 1
+        seed = seed_of_episode(own, begun)
+        if len(self.numbers) == 1 and self.dumps is not None:
+            seed_globals([seed])
+        return seed
 
     # ---- commands
 
@@ -293,6 +289,47 @@ class EnvHost:
         """Resets env i, and publishes its row; returns the Ctrl-C with which that has ended."""
         return self.way.reset_env(self, i, seed, options, passes_options)
 
+    def replay(self, i: int, state: EnvState, again: Sequence[EnvQuestion]) -> BaseException | None:
+        """Sets env i to a state; its last row is the answer. Returns the Ctrl-C with which that has ended.
+
+        An env that does not come to that state is built anew, asked `again`, and tried once more, and reset in the end.
+        """
+        assert self._slab is not None
+        episodes = self._slab.episodes[self.first_env + i]
+        before = episodes.copy()
+        try:
+            try:
+                self._replay(i, state)
+            except ReplayDiffers:
+                if self.facts_of(i).metadata.get("one_per_process"):
+                    raise
+                if (error := self.way.run(self.rebuilt(i, again))) is not None:
+                    raise error from None
+                self.stepper.replace_env(i, self._to_step(i), None)
+                self._replay(i, state)
+            self.stepper.publish(i)
+        except ReplayDiffers as differs:
+            self.not_set[i] = differs
+            episodes[:] = before
+            return self.reset_env(i, None, None, True)
+        except BaseException as error:
+            self.stepper.refuse(i, error)
+            return error if isinstance(error, KeyboardInterrupt) else None
+        return None
+
+    def _replay(self, i: int, state: EnvState) -> None:
+        assert self._slab is not None
+        slab, env = self._slab, self.first_env + i
+        slab.episodes[env] = state.seed, state.episode
+        try:
+            self.stepper.replay(i, json.loads(state.options), state.steps, state.actions, slab.actions.arrays)
+        except Exception as error:
+            at = f"what follows step {slab.records['episode_length'][env]}"
+            found = at, "a row", f"{type_name(error)}: {error}"
+            raise ReplayDiffers(self.numbers[i], state.episode, state.steps, *found) from error
+        if (differs := difference(state, slab, env)) is not None:
+            raise ReplayDiffers(self.numbers[i], state.episode, state.steps, *differs)
+
     def refuse(self, env_ids: Sequence[int], error: Exception) -> None:
         """Answers the pending requests of some envs with an exception."""
         for env in env_ids:
@@ -329,7 +366,7 @@ class EnvHost:
         if error is not None:
             return error
         self._built[i], self.envs[i] = built, built.env
-        self._misfits[i] = self._misfit(i, built.env)
+        self._misfits[i] = self._misfit(i)
         try:
             yield from self._again({self.numbers[i]: again})
         except BaseException as raised:

@@ -17,6 +17,7 @@ from muster._core import Stepper
 from muster.envs.attributes import get_attribute, set_attribute
 from muster.errors import CannotTravel
 from muster.hosts.env_facts import EnvFacts
+from muster.hosts.env_states import EnvState
 from muster.hosts.failures import Failure, not_rebuilt_here, not_sent_there
 from muster.introspection import type_name
 from muster.pickling import UserCall, copied_if_plain, is_plain, named_arguments, not_rebuilt
@@ -42,10 +43,12 @@ class AskedHost(Protocol):
 
     envs: list[Any]
     numbers: list[int]
+    not_set: dict[int, Exception]
 
     def facts_of(self, i: int) -> EnvFacts: ...
     def seed_globals(self, seeds: Sequence[int]) -> None: ...
     def reset_env(self, i: int, seed: int | None, options: Any, passes_options: bool) -> BaseException | None: ...
+    def replay(self, i: int, state: EnvState, again: Sequence[EnvQuestion]) -> BaseException | None: ...
 
 
 class EnvQuestion(Message):
@@ -208,6 +211,34 @@ class Reset(EnvQuestion):
 
     def on(self, host: AskedHost, i: int) -> BaseException | None:
         return host.reset_env(i, self.seeds[host.numbers[i]], _here(self.options), self.passes_options)
+
+
+@dataclass(eq=False)
+class Replay(EnvQuestion):
+    """Sets envs to states. states: by env.  of_new: by env, what one that is built anew for that is asked first."""
+
+    states: Mapping[int, EnvState]
+    of_new: Mapping[int, Sequence[EnvQuestion]]
+    by_row = True
+
+    def asks(self, env: int) -> bool:
+        return env in self.states
+
+    def to(self, envs: Collection[int]) -> Replay:
+        mine = [env for env in envs if env in self.states]
+        return Replay({env: self.states[env] for env in mine}, {env: self.of_new[env] for env in mine})
+
+    def on(self, host: AskedHost, i: int) -> BaseException | None:
+        env = host.numbers[i]
+        return host.replay(i, self.states[env], self.of_new[env])
+
+
+@dataclass(eq=False)
+class WhyNotSet(EnvQuestion):
+    """Asks envs that were to be set for the ReplayDiffers with which that ended; None where it did not."""
+
+    def on(self, host: AskedHost, i: int) -> Any:
+        return host.not_set.pop(i, None)
 
 
 @dataclass(eq=False)

@@ -34,6 +34,7 @@ class HostOptions:
     lenient: bool  # whether rewards and flags may be what other libraries convert
     reward_key: str | None  # of the infos, for a reward of several numbers; None where it is an error
     wait_budget: WaitBudget
+    seeds_episodes: bool = False  # whether each reset has the seed of its episode, see `EnvState`
 
 
 @dataclass(eq=False)

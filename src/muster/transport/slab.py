@@ -5,12 +5,13 @@ matter, and nothing can be left behind); without one it is this process's own me
 
 Who owns which bytes, in the slab and in the mail. Nobody reads what the other side may be writing.
 
-1. An env's bytes: the rest of its record, its rows of actions, observations, final observations and infos, its number
-   in `action_mail_bytes`, and its two boxes in the mail. They are the worker's while ``requested`` and ``finished`` in
-   the record differ, else the caller's. The caller hands them over by ``EnvRecord::request``, the worker by ``finish``,
-   each as its last store (release); ``is_requested`` and ``is_finished`` take them over (acquire). An env that is to be
-   reset or restarted (``Command::kReset``) stays untouched until the worker has read the message. Only the caller
-   writes ``requested`` and ``restarts``, and ``finished`` of a worker that is dead.
+1. An env's bytes: the rest of its record, that of its episodes, its rows of actions, observations, final observations
+   and infos, its number in `action_mail_bytes`, and its two boxes in the mail. They are the worker's while
+   ``requested`` and ``finished`` in the record differ, else the caller's. The caller hands them over by
+   ``EnvRecord::request``, the worker by ``finish``, each as its last store (release); ``is_requested`` and
+   ``is_finished`` take them over (acquire). An env that is to be reset or restarted (``Command::kReset``) stays
+   untouched until the worker has read the message. Only the caller writes ``requested`` and ``restarts``, and
+   ``finished`` of a worker that is dead.
 2. A lent block of observation rows: the worker's as above, then that of the array which holds it, until the last
    view of the array is gone (a release that ``Lending::free_block`` acquires). The caller reads it once more where rows
    are asked for one by one. A fork copies it: parent and child each have their own. Block 0, and views of it
@@ -46,6 +47,7 @@ import numpy.typing as npt
 from muster._core import (
     CACHE_LINE,
     CALLER_BYTES,
+    EPISODE_BYTES,
     HOST_BYTES,
     HOST_DOING_AT,
     HOST_OF_ENVS_AT,
@@ -107,7 +109,8 @@ class Slab:
     host: the memory of the record of the one host, where that is not in the block.
     notify_fd: an eventfd, written to by who answers where the caller asks for that; -1 for none.
     memory: uint8, the block itself.
-    records: `RECORD` ``[N]``.  obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
+    records: `RECORD` ``[N]``.  episodes: uint64 ``[N, 2]``, the fields of EpisodeRecord in _core/records.hpp.
+    obs, final_obs, actions: one array ``[N, *shape]`` for each leaf.
     info_bytes: uint8 ``[N, InfoRow, ...]``, the step's info and the final one.
     action_mail_bytes ``[N]``: bytes in the mail, see mail.py.
     layout: the places of all these parts, for the core.
@@ -120,6 +123,7 @@ class Slab:
         caller = self._reserve(CALLER_BYTES)
         hosts = self._reserve(plan.num_hosts * HOST_BYTES)  # at HOSTS_AT
         records = self._reserve(n * RECORD_BYTES)
+        episodes = self._reserve(n * EPISODE_BYTES)
         actions = [self._reserve(n * leaf.row_bytes) for leaf in plan.action.leaves]
         leaves = plan.obs.leaves
         lent = [not plan.obs.has_objects and n * leaf.row_bytes >= _LENT_FROM_BYTES for leaf in leaves]
@@ -149,6 +153,7 @@ class Slab:
             caller_offset=caller,
             hosts_offset=hosts if host is None else (host.ctypes.data - self.memory.ctypes.data) % 2**64,
             records_offset=records,
+            episodes_offset=episodes,
             info_offset=infos,
             info_bytes=_INFO_BYTES,
             obs_offset=start,
@@ -158,6 +163,7 @@ class Slab:
             notify_fd=notify_fd,
         )
         self.records = self.array(records, (n,), RECORD)
+        self.episodes = self.array(episodes, (n, 2), np.dtype(np.uint64))
         self.action_mail_bytes = self.array(lengths, (n,), np.dtype(np.uint32))
         self.info_bytes = self.array(infos, (n, InfoRow.COUNT, _INFO_BYTES), np.dtype(np.uint8))
         self.actions = self._rows(plan.action, actions)

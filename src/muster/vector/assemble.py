@@ -15,6 +15,7 @@ from muster.backends.recovery import Recovery
 from muster.backends.serial import SerialBackend
 from muster.errors import RecipeError
 from muster.hosts.env_facts import EnvFacts
+from muster.hosts.questions import Kept
 from muster.hosts.requests import HostOptions, WaitBudget
 from muster.pool.deaths import NOUNS, Nouns
 from muster.pool.limits import AT_ONCE
@@ -28,6 +29,7 @@ from muster.vector.action_writers import ActionWriter, AgentsWriter, LenientWrit
 from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.parts import Assembled, BatchedSpaces, Parts, SteppingOptions, agents_spaces, equal_spaces
 from muster.vector.raisers import raise_env_error, raise_original
+from muster.vector.replaying import Replaying, require_replayable
 from muster.vector.vector_env import VectorEnv
 from muster.worker_info import WorkerInfo
 
@@ -73,13 +75,17 @@ def assemble(
         spaces = parts.spaces(facts)
         obs, actions = parts.trees(facts[0], spaces)
         writer = parts.writer(actions, spaces.action, backend)
+        if options.replayable:
+            require_replayable(facts, actions)
         autoreset = getattr(Autoreset, options.autoreset_mode.name)
         must_reset = options.autoreset_mode is AutoresetMode.DISABLED
         processes = backend.num_workers + 1
         caller_budget, worker_budget = wait_budgets(usable_cores(), processes, caller_steps=options.caller_steps)
         backend.attach(
             SlabPlan(obs, actions, backend.first_envs),
-            HostOptions(autoreset, options.check_finite, parts.lenient, parts.reward_key, worker_budget),
+            HostOptions(
+                *(autoreset, options.check_finite, parts.lenient, parts.reward_key, worker_budget, options.replayable)
+            ),
             CallerOptions(must_reset, parts.lenient, writer.in_core, caller_budget),
         )
         columns = InfoColumns(backend.slab, backend.caller, backend.fetch_schemas)
@@ -89,7 +95,11 @@ def assemble(
             if options.limits is not None and options.limits.recycle_after:
                 recovery.recycles(options.limits.recycle_after, options.limits.max_concurrent_starts or 1)
         backend.replaces_lost(None if recovery is None else recovery.worker_died)
-        return Assembled(backend, parts, options, facts[0], spaces, writer, InfoReader(columns), recovery)
+        replaying: Replaying | None = None
+        if options.replayable:
+            kept = Kept(backend.numbers, backend.pack) if recovery is None else recovery.kept
+            replaying = Replaying(backend, facts[0], options.autoreset_mode, kept)
+        return Assembled(backend, parts, options, facts[0], spaces, writer, InfoReader(columns), recovery, replaying)
     except BaseException:
         backend.close(AT_ONCE)
         raise

@@ -59,6 +59,7 @@ def make_vec(
     max_restarts: int = 10,
     max_concurrent_starts: int | None = None,
     recycle_after: Mapping[str, float] | None = None,
+    replayable: bool = False,
     check_finite: bool = False,
     threads_per_worker: int = 1,
     groups: Mapping[Any, str] | None = None,
@@ -127,6 +128,9 @@ def make_vec(
         which are in the middle of episodes, the next row ends the episode truncated, with the reason in
         ``infos["restarted"]``; such a worker is replaced once none of its envs owes an answer. One worker at a time, or
         `max_concurrent_starts`.
+    replayable: gives each reset a seed of its own, those within steps included, so that ``envs.get_states()`` has the
+        states of envs, and ``envs.set_states(states)`` sets any such envs to them: by the same seed and actions. For
+        envs that draw from generators that ``reset(seed=...)`` seeds; a worker with one env seeds the global ones, too.
     check_finite: raise on NaN or infinity in observations and rewards.
     threads_per_worker: threads that OpenMP, BLAS and torch may start in each worker, where the environment does not say
         it (``OMP_NUM_THREADS``).
@@ -177,13 +181,16 @@ def make_vec(
         max_concurrent_starts=max_concurrent_starts,
         recycle_after=recycle_after,
     )
-    copy, check_finite, concurrent = flags(copy=copy, check_finite=check_finite, concurrent=concurrent)
+    copy, check_finite = flags(copy=copy, check_finite=check_finite)
+    concurrent, replayable = flags(concurrent=concurrent, replayable=replayable)
     output = checked_output(worker_output)
     processes = Processes(context, threads_per_worker, worker_env, concurrent=concurrent, output=output)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
     if concurrent and (caller_steps or one_env_per_process):
         other = "caller_steps" if caller_steps else "one_env_per_process"
         raise ConfigError("concurrent", f"left out with {other}: it is for workers with several envs", True)
+    if concurrent and replayable:
+        raise ConfigError("replayable", "left out with concurrent, where envs take turns as they happen to", True)
     if concurrent and recycle_after is not None:
         raise ConfigError(
             "recycle_after", "left out with concurrent: its worker's envs end at no time together", recycle_after
@@ -231,7 +238,7 @@ def make_vec(
         chosen = ProcessBackend(
             recipes, ProcessOptions(processes, limits, workers, caller_steps, one_env_per_process, memory_check)
         )
-    stepping = SteppingOptions(mode, copy, check_finite, limits.restarts, caller_steps, limits)
+    stepping = SteppingOptions(mode, copy, check_finite, limits.restarts, caller_steps, limits, replayable)
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=partial(equal_spaces, bounds=False))
     return vector_env_of(chosen, parts, stepping)
 

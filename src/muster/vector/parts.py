@@ -20,6 +20,7 @@ from muster.transport.infos import InfoReader
 from muster.vector.action_writers import ActionWriter
 from muster.vector.checks import require_agreement
 from muster.vector.raisers import Raiser
+from muster.vector.replaying import Replaying
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Parts:
 class SteppingOptions:
     """The options of one vector env's stepping. max_restarts: None where a failure is an error at once.
 
-    limits: of a vector env that recycles its workers.
+    limits: of a vector env that recycles its workers.  replayable: whether its envs have states, see `EnvState`.
     """
 
     autoreset_mode: AutoresetMode
@@ -68,6 +69,7 @@ class SteppingOptions:
     max_restarts: int | None = None
     caller_steps: bool = False
     limits: Limits | None = None
+    replayable: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Assembled:
     writer: ActionWriter
     info_reader: InfoReader
     recovery: Recovery | None
+    replaying: Replaying | None = None
 
 
 def equal_spaces(facts: Sequence[EnvFacts], *, bounds: bool = True) -> BatchedSpaces:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from muster.backends.base import Backend
+from muster.errors import CannotTravel
 from muster.pool.resources import figures
 from muster.pool.watch import seconds
 from muster.spaces.tree import Array
@@ -121,6 +122,14 @@ def lease(envs: Any) -> Lease:
     from muster.vector import leases  # with asyncio, which takes a while to import
 
     return leases.lease(envs)
+
+
+def cannot_travel(envs: Any) -> NoReturn:
+    """Why a vector env cannot be pickled."""
+    raise CannotTravel(
+        "a vector env cannot be pickled or copied: it holds workers and the memory that it shares with them. "
+        f"Where another is needed, call {envs._backend.user_call.name} with the same arguments"
+    )
 
 
 def described(envs: Any) -> str:

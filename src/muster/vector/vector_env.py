@@ -27,6 +27,7 @@ from muster.vector import checks, results
 from muster.vector.action_writers import sample_actions
 from muster.vector.parts import Assembled
 from muster.vector.raisers import raise_env_error
+from muster.vector.replaying import EnvsWithStates
 from muster.vector.results import AgentBatch, AgentsStepResult, Batch, Floats, Rows, StepResult
 
 _WATCH_S = 0.05
@@ -35,7 +36,7 @@ BatchT = TypeVar("BatchT", Batch, AgentBatch)
 _INFOS, _NOT_OK, _FINALS = Unusual.INFOS, Unusual.NOT_OK, Unusual.FINALS
 
 
-class SteppedEnvs(Generic[StepT, BatchT]):
+class SteppedEnvs(EnvsWithStates, Generic[StepT, BatchT]):
     """The verbs of a vector env, whatever its envs are.
 
     Keywords with an underscore are for code that uses somebody else's vector env in its own way: `_copies`, True for
@@ -45,6 +46,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     _batch: type[BatchT]
     _methods: Any = None  # `reset` and `call` call the `reset_async` and such of this class; None: the own one
     __repr__, _add_finals, _all_after_reset = results.described, results.add_finals, results.all_after_reset
+    __reduce__ = results.cannot_travel
 
     def __init__(self, assembled: Assembled) -> None:
         self._backend = backend = assembled.backend
@@ -54,6 +56,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.metadata = {**assembled.facts.metadata, "autoreset_mode": assembled.options.autoreset_mode}
         self.copy, self.info_reader, self._writer = assembled.options.copy, assembled.info_reader, assembled.writer
         self._recovery, self._statistics = assembled.recovery, results.Statistics(backend)
+        self._replaying = assembled.replaying
         self._raise, self._raise_closed = assembled.parts.raiser, assembled.parts.raise_closed
         self._all, self._drops_pending, self._watch_at = np.arange(self.num_envs), False, 0.0
         self._leases: Any = None
@@ -113,6 +116,8 @@ class SteppedEnvs(Generic[StepT, BatchT]):
     @verb
     def reset_some(self, ids: Array, seeds: Sequence[int | None], options: Any, passes_options: bool = True) -> None:
         """Starts resetting the envs `ids`, which owe no answer, with `seeds` and, if `passes_options`, `options`."""
+        if self._replaying is not None:
+            self._replaying.begins(ids, seeds, options)
         if self._recovery is not None:
             seeds = self._recovery.seeds_for_reset(ids, seeds, options)
         numbers = [self._backend.numbers[env] for env in ids.tolist()]
@@ -242,7 +247,7 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self.require_idle("ask")
         try:
             self._caller.calling = True
-            return (self._recovery or self._backend).answers_to(question)
+            return (self._recovery or self._replaying or self._backend).answers_to(question)
         finally:
             self._caller.calling = False
 
@@ -307,12 +312,6 @@ class SteppedEnvs(Generic[StepT, BatchT]):
         self._finalizer.detach()  # last: where a Ctrl-C leaves something open, the finalizer or another call closes it
         if failures:
             self._raise(failures, None)
-
-    def __reduce__(self) -> NoReturn:
-        raise CannotTravel(
-            "a vector env cannot be pickled or copied: it holds workers and the memory that it shares with them. "
-            f"Where another is needed, call {self._backend.user_call.name} with the same arguments"
-        )
 
     def __enter__(self) -> Self:
         return self
