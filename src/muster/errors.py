@@ -140,7 +140,8 @@ class ReplayDiffers(MusterError, RuntimeError):
 
     env_index, episode, steps: the env, and its state's episode and steps in it.
     what, expected, got: what is another, and what it should have been and was; digests of arrays.
-    was_reset: the envs that have begun new episodes since.
+    was_reset: the envs that have begun new episodes since.  result: what `set_states` returns where all envs come to
+    their states, with the first observations of these.
     """
 
     page = "tasks/replay"
@@ -150,12 +151,20 @@ class ReplayDiffers(MusterError, RuntimeError):
         self.env_index, self.episode, self.steps = env_index, episode, steps
         self.what, self.expected, self.got = what, expected, got
         self.was_reset: tuple[int, ...] = ()
+        self.result: Any = None
+
+    @property
+    def summary(self) -> str:
+        """The facts, without the likely causes."""
+        return (
+            f"env {self.env_index} did not come to step {self.steps} of its episode {self.episode} again, also built "
+            f"anew: {self.what} is {self.got}, expected {self.expected}"
+        )
 
     def __str__(self) -> str:
         after = ", ".join(map(str, self.was_reset))
         return (
-            f"env {self.env_index} did not come to step {self.steps} of its episode {self.episode} again, also built "
-            f"anew: {self.what} is {self.got}, expected {self.expected}. It may draw from a generator that its "
+            f"{self.summary}. It may draw from a generator that its "
             "reset(seed=...) does not seed, keep something from one episode to the next, share something with another "
             "env, or ask a clock or a server; or call() or set_attr() has changed it, or its caller the observation"
             + f". Reset since: envs {after}" * bool(after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 
 from muster.arguments import whole
 from muster.backends.recycling import RECYCLED
-from muster.errors import ClosedError, ConfigError, UsageError
+from muster.errors import ClosedError, ConfigError, ReplayDiffers, UsageError
 from muster.introspection import caller_stacklevel
 from muster.rollout.episodes import EpisodeCounter, Episodes, TrajectoryCounter
 from muster.rollout.fields import floating_dtype
@@ -166,6 +166,22 @@ class BatchSource(ABC):
     def _load_counters(self, state: Mapping[str, Any]) -> None:
         self.frames, self.batches = int(state["frames"]), int(state["batches"])
         self._trajectories.next_id = int(state["next_traj_id"])
+
+    def _with_envs(self, state: dict[str, Any], envs: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """A state to which those of the envs are added, where there are any."""
+        return (
+            state if envs is None else {**state, "envs": envs, **self._trajectories.state(), **self._episodes.state()}
+        )
+
+    def _load_envs(self, state: Mapping[str, Any], load: Callable[[Any], Sequence[ReplayDiffers]]) -> None:
+        """Has envs go on from a state that has theirs. load: sets them, and returns the errors of those that differ."""
+        if "envs" not in state:
+            return
+        self._trajectories.load(state)
+        self._episodes.load(state)
+        for error in load(state["envs"]):
+            said = f"{error.summary}. Envs {', '.join(map(str, error.was_reset))} begin new episodes"
+            warnings.warn(said, RuntimeWarning, stacklevel=caller_stacklevel())
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -24,7 +24,7 @@ from tensordict.nn import InteractionType, set_interaction_type  # type: ignore[
 from torch import Tensor
 
 from muster.arguments import explains_keywords
-from muster.errors import ConfigError
+from muster.errors import ConfigError, ReplayDiffers
 from muster.nn.turns import generators_kept, turn
 from muster.rollout.batch_source import BatchSource
 from muster.rollout.episodes import EPISODE_INFO
@@ -311,27 +311,53 @@ class Collector(BatchSource):
         envs = own() if own is not None else {}
         return {"frames": self.frames, "batches": self.batches, "envs": envs}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counters, generators and the policy's weights. Envs have no state to save: they will start new episodes."""
-        state = {**self._counters(), "action_rng": self._rng.bit_generator.state}
-        if self._generators:
-            state["torch_rng"] = [one.get_state() for one in self._generators]
+    def state_dict(self, *, envs: bool = False) -> dict[str, Any]:
+        """Counters, generators and the policy's weights.
+
+        envs: also the states of envs that are ``replayable=True``, from which `load_state_dict` goes on bit for bit, in
+        the middle of episodes. Raises UsageError for others.
+        """
+        state = {**self._counters(), **self.generators()}
         if (module := module_of(self.policy)) is not None:
             state["policy"] = module.state_dict()
-        return state
+        return self._with_envs(state, self.env_states()) if envs else state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, which `state_dict` returned, in new episodes with seeds of their own."""
-        self._load_counters(state)
+    def generators(self) -> dict[str, Any]:
+        """The states of the collector's generators."""
+        torchs = {"torch_rng": [one.get_state() for one in self._generators]} if self._generators else {}
+        return {"action_rng": self._rng.bit_generator.state, **torchs}
+
+    def load_generators(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `generators`."""
         self._rng.bit_generator.state = state["action_rng"]
         # A state of another device has fewer or more of them: those that it lacks stay as seeded.
         for one, saved in zip(self._generators, state.get("torch_rng", ()), strict=False):
             one.set_state(saved)
+
+    def env_states(self) -> list[dict[str, Any]] | None:
+        """For each env its own part of a state; None where the next batch starts new episodes anyway."""
+        return self._stepping.env_states(self._actors)
+
+    def load_env_states(self, states: Sequence[Mapping[str, Any]]) -> list[ReplayDiffers]:
+        """Goes on from `env_states`; returns the errors of envs that differ, and have begun new episodes."""
+        differs = self._stepping.load_env_states(states, self._actors)
+        return [] if differs is None else [differs]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, which `state_dict` returned: where it has them, in the envs' states.
+
+        Else, and with other envs, in new episodes with seeds of their own. An env that differs begins a new one, too,
+        with a RuntimeWarning.
+        """
+        self._load_counters(state)
+        self.load_generators(state)
         with self._updating:
             self._version[0], self._staged = self.policy_version + 1, None
             if (module := module_of(self.policy)) is not None and "policy" in state:
                 module.load_state_dict(state["policy"])
         self._stepping.start_afresh(seeded=True)
+        if getattr(self.envs, "replayable", False):
+            self._load_envs(state, self.load_env_states)
 
     def shutdown(self) -> None:
         """Closes the envs, if the collector made them."""

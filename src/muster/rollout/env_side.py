@@ -13,7 +13,8 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from muster.envs.dm_env import DISCOUNTS
-from muster.errors import ConfigError, UsageError
+from muster.errors import ConfigError, ReplayDiffers, UsageError
+from muster.hosts.env_states import EnvState
 from muster.rollout.fields import Array, Field, Key
 from muster.spaces.masks import require_obeyable
 from muster.vector.checks import is_replaced
@@ -140,6 +141,15 @@ class EnvSide(ABC):
         options = None if mask is None else {"reset_mask": mask}
         obs, infos = self.envs.reset(seed=None if seeds is None else list(seeds), options=options)
         return self._observations(obs, infos)
+
+    def set_states(self, states: Sequence[EnvState]) -> tuple[list[Array], ReplayDiffers | None]:
+        """Sets all envs to `states`; returns the observations, and the error where some have begun new episodes."""
+        differs = None
+        try:
+            obs, infos = self.envs.set_states(states)
+        except ReplayDiffers as error:
+            (obs, infos), differs = error.result, error
+        return self._observations(obs, infos), differs
 
     def step(self, actions: Sequence[Array]) -> StepRows:
         """Steps all envs; actions: an array ``[N, ...]`` for each action field.

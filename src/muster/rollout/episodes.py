@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from muster.introspection import type_name
 from muster.rollout.fields import Array
@@ -84,6 +85,14 @@ class TrajectoryCounter:
         self.next_id = 0
         self._current = np.zeros(num_envs, np.int64)
 
+    def state(self) -> dict[str, Any]:
+        """The numbers to go on from, where envs go on, too."""
+        return {"traj_ids": torch.from_numpy(self._current.copy())}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`."""
+        self._current = state["traj_ids"].numpy().copy()
+
     def count(self, begins: Array, first_env: int = 0) -> npt.NDArray[np.int64]:
         """Ids, int64 ``[T, N]``, for N of the envs. begins: bool ``[T, N]``, the row is the first of its trajectory."""
         current = self._current[first_env : first_env + begins.shape[1]]
@@ -106,6 +115,14 @@ class EpisodeCounter:
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)
         self._names, self._unsaid, self.notes = names, {*names}, list[str]()
+
+    def state(self) -> dict[str, Any]:
+        """The sums of episodes that have not ended, where envs go on."""
+        return {"returns": torch.from_numpy(self._returns.copy()), "lengths": torch.from_numpy(self._lengths.copy())}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`."""
+        self._returns, self._lengths = state["returns"].numpy().copy(), state["lengths"].numpy().copy()
 
     def count(self, storage: Storage, first_env: int = 0) -> Episodes:
         """The episodes that end in a storage of N of the envs. Masked rows count for nothing."""

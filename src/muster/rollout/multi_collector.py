@@ -16,9 +16,9 @@ from tensordict import TensorDict  # type: ignore[import-untyped]  # ships no ty
 from tensordict.nn import InteractionType  # type: ignore[import-untyped]  # ships no types
 from torch import Tensor
 
-from muster.arguments import explains_keywords, whole
+from muster.arguments import explains_keywords, flags, whole
 from muster.envs.adapt import adapted_recipes, with_torchrl
-from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError
+from muster.errors import UNCOPYABLE_PAGE, CannotTravel, ConfigError, ReplayDiffers, UsageError
 from muster.hosts.questions import Call, EnvQuestion, SetAttr, Spaces
 from muster.introspection import caller_stacklevel
 from muster.pickling import called_as
@@ -47,7 +47,7 @@ MULTI_COLLECTOR = replace(
     in_process='muster.Collector with make_vec_options={"backend": "serial"}',
     one_each="num_collectors=num_envs",
 )
-ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "worker_env", "worker_init")
+ENV_OPTIONS = ("env_kwargs", "wrappers", "groups", "state", "replayable", "worker_env", "worker_init")
 _ON_NODES = replace(MULTI_COLLECTOR, in_process="", context="", far=True)
 
 
@@ -61,9 +61,9 @@ class MultiCollector(BatchSource):
     frames_per_batch: env steps of all collectors together.
     num_envs: number of envs; None for one for each collector, or for the length of the list that `envs` is.
     make_vec_options: those of make_vec's other options that concern single envs, as a dict: ``env_kwargs``,
-        ``wrappers``, ``groups`` and ``state``; and ``worker_env``, the environment variables of the collectors'
-        processes: one dict, one per collector, or a function of the collector's index. They are set before a collector
-        imports what its policy and envs need, so that ``CUDA_VISIBLE_DEVICES`` deals out GPUs to both; and
+        ``wrappers``, ``groups``, ``state`` and ``replayable``; and ``worker_env``, the environment variables of the
+        collectors' processes: one dict, one per collector, or a function of the collector's index. They are set before
+        a collector imports what its policy and envs need, so that ``CUDA_VISIBLE_DEVICES`` deals out GPUs to both; and
         ``worker_init``, which each of these processes calls, or runs, before that.
     policy: as for `Collector`, and copied to each collector. A policy that cannot be copied stays here, with a warning,
         and acts for all.
@@ -157,10 +157,12 @@ class MultiCollector(BatchSource):
             episode_info=episode_info,
         )
         self._threshold, self._cluster = _threshold_of(preemptive_threshold, sync), _checked(cluster, context)
+        self._sync = sync
         self.policy, self._num_collectors = policy, whole("num_collectors", num_collectors, 1)
         failing = on_failure, max_restarts, collector_nouns(()), None, max_concurrent_starts, recycle_after
         limits = Limits(start_timeout, collect_timeout, close_timeout, *failing)
         recipes = _understood(envs, num_envs, self._num_collectors, make_vec_options, far=cluster is not None)
+        (self._replayable,) = flags(replayable=(make_vec_options or {}).get("replayable", False))
         how = sync, limits, _with_users(context, threads_per_collector, self._num_collectors, make_vec_options or {})
         for_each = {"reset_at_each_iter": reset_at_each_iter, "exploration": exploration, **self._limits}
         acts_on = device if policy_device is None else policy_device
@@ -190,6 +192,7 @@ class MultiCollector(BatchSource):
                 policy_factory,
                 sync=sync,
                 threshold=self._threshold,
+                replayable=self._replayable,
                 collector_options=for_each,
                 count=self._num_collectors,
                 limits=limits,
@@ -287,18 +290,34 @@ class MultiCollector(BatchSource):
         """
         return {"frames": self.frames, "batches": self.batches, "collectors": self._collectors.stats()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and the policy's weights. Envs have no state to save: they will start new episodes."""
-        return self._counters() | self._collectors.state_dict()
+    def state_dict(self, *, envs: bool = False) -> dict[str, Any]:
+        """Counters and the policy's weights.
+
+        envs: also the states of envs that are ``replayable=True``, from which `load_state_dict` goes on bit for bit
+        with as many collectors, with others by the same states. Raises UsageError for others, and without `sync`.
+        """
+        state = self._counters() | self._collectors.state_dict()
+        if not envs:
+            return state
+        if not (self._replayable and self._sync):
+            raise UsageError('state_dict(envs=True) needs sync=True and make_vec_options={"replayable": True}')
+        with self._between_batches():
+            return self._with_envs(state, self._collectors.env_states())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, which `state_dict` returned, in new episodes with seeds of their own."""
+        """Goes on from `state`, which `state_dict` returned: where it has them, in the envs' states.
+
+        Else, and with other envs, in new episodes with seeds of their own. An env that differs begins a new one, too,
+        with a RuntimeWarning.
+        """
         with self._afresh():
             self._load_counters(state)
             # States of earlier versions count the trajectories of a policy that stays in "staying" alone.
             self._trajectories.next_id = max(self._trajectories.next_id, state.get("staying", state)["next_traj_id"])
             self._collectors.load_state_dict(state)
             self._collectors.reset(self.batches + 1, self.frames)
+            if self._replayable:
+                self._load_envs(state, self._collectors.load_env_states)
 
     def shutdown(self) -> None:
         """Closes the envs and ends the processes. A batch that is under way ends after the step that it is in."""
@@ -455,6 +474,14 @@ class StayingCollector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned; the caller calls `reset` next."""
         self._collector.load_state_dict(state["staying"])
+
+    def env_states(self) -> list[dict[str, Any]] | None:
+        """For each env its own part of a state; None where the next batch starts new episodes anyway."""
+        return self._collector.env_states()
+
+    def load_env_states(self, states: Sequence[Mapping[str, Any]]) -> list[ReplayDiffers]:
+        """Goes on from `env_states`; returns the errors of envs that differ, and have begun new episodes."""
+        return self._collector.load_env_states(states)
 
     def close(self) -> None:
         """Ends processes and closes envs."""

@@ -61,6 +61,13 @@ class RandomActor:
     def forget(self, done: Array) -> None:
         """Does nothing: random actions have no recurrent state."""
 
+    def memories(self) -> list[Any]:
+        """For each env its recurrent state, as pairs of key and tensor."""
+        return [[] for _ in range(self._envs.num_envs)]
+
+    def recall(self, memories: Sequence[Any]) -> None:
+        """Goes on from `memories`."""
+
 
 class PolicyActor:
     """The base of actors with a policy that computes: rows in and out, devices, recurrent state.
@@ -129,6 +136,17 @@ class PolicyActor:
         for key, initial in self._initial.items():
             # Not in place: the tensor may be one that the policy keeps.
             self._state[key] = torch.where(rows.view(-1, *[1] * initial.ndim), initial, self._state[key])
+
+    def memories(self) -> list[Any]:
+        """For each env its recurrent state, as pairs of key and tensor."""
+        return [[(key, rows[i].cpu().clone()) for key, rows in self._state.items()] for i in range(self._count)]
+
+    def recall(self, memories: Sequence[Any]) -> None:
+        """Goes on from `memories`."""
+        for pairs in zip(*memories, strict=True):  # of all envs, with one key
+            rows = torch.stack([row for _, row in pairs]).to(self._device)
+            self._state[pairs[0][0]] = rows
+            self._initial.setdefault(pairs[0][0], torch.zeros_like(rows[0]))
 
     def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
         raise NotImplementedError
@@ -215,6 +233,13 @@ class TensorDictActor(PolicyActor):
     def forget(self, done: Array) -> None:
         super().forget(done)
         self._is_init = self._is_init | torch.from_numpy(done).to(self._device).unsqueeze(-1)
+
+    def memories(self) -> list[Any]:
+        return [[(IS_INIT, self._is_init[i].cpu().clone()), *one] for i, one in enumerate(super().memories())]
+
+    def recall(self, memories: Sequence[Any]) -> None:
+        self._is_init = torch.stack([one[0][1] for one in memories]).to(self._device)
+        super().recall([one[1:] for one in memories])
 
     def _compute(self, inputs: Sequence[Tensor]) -> dict[Key, Tensor]:
         values = self._values

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode
 
-from muster.errors import ConfigError
+from muster.errors import ConfigError, ReplayDiffers
+from muster.hosts.env_states import EnvState
 from muster.rollout.env_side import EnvSide, StepRows
 from muster.rollout.episodes import figures_in
 from muster.rollout.fields import Array
 from muster.rollout.policies import Actor
 from muster.rollout.storage import Figures, Final, Loss, Storage
 from muster.vector.multi_agent import any_true
+
+_STATE = ("state", "begins", "resets", "frames", "figures", "memory")  # of an env
 
 
 class Stepping:
@@ -68,6 +73,38 @@ class Stepping:
             actor.forget(self._begins[part] if len(actors) > 1 else self._begins)
         self._rows = rows
         return rows
+
+    def env_states(self, actors: Sequence[Actor]) -> list[dict[str, Any]] | None:
+        """For each env all that it goes on from, as plain data; None where the next storage starts new episodes."""
+        if self._rows is None:
+            return None
+        states = [
+            torch.frombuffer(bytearray(one.to_bytes()), dtype=torch.uint8) for one in self._envs.envs.get_states()
+        ]
+        figures = [[[*key, value] for key, value in self._figures.get(env, {}).items()] for env in range(len(states))]
+        memories = [one for actor in actors for one in actor.memories()]
+        columns = states, self._begins.tolist(), self._resets.tolist(), self._frames.tolist(), figures, memories
+        return [dict(zip(_STATE, own, strict=True)) for own in zip(*columns, strict=True)]
+
+    def load_env_states(self, states: Sequence[Mapping[str, Any]], actors: Sequence[Actor]) -> ReplayDiffers | None:
+        """Goes on from `env_states`. Returns the error where envs differ, which have begun new episodes."""
+        self._envs.drop_pending()
+        kept = [EnvState.from_bytes(one["state"].numpy().tobytes()) for one in states]
+        rows, differs = self._envs.set_states(kept)
+        anew = self._envs.envs.episode_lengths != [one.steps for one in kept]
+        self._begins, self._resets, self._frames = (np.array([one[name] for one in states]) for name in _STATE[1:4])
+        self._begins[anew], self._resets[anew], self._frames[anew] = True, False, 0
+        self._figures = {
+            env: {(name, agent): value for name, agent, value in one["figures"]}
+            for env, one in enumerate(states)
+            if one["figures"] and not anew[env]
+        }
+        for actor, part in zip(actors, self.parts, strict=True):
+            actor.recall([one["memory"] for one in states[part]])
+            actor.forget(self._begins[part])
+        self._owed, self._seeded, self._quiet = [0] * len(self.parts), False, False
+        self._rows = [row.copy() for row in rows]
+        return differs
 
     def fill(
         self,

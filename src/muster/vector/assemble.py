@@ -125,6 +125,7 @@ def serial_vec(
     info: WorkerInfo,
     *,
     max_restarts: int | None = None,
+    replayable: bool = False,
     nouns: Nouns = NOUNS,
     activity: Activity | None = None,
 ) -> VectorEnv | MultiAgentVectorEnv:
@@ -133,13 +134,13 @@ def serial_vec(
     info: the WorkerInfo that the envs see, apart from their index.
     max_restarts: with a number, envs that raise are replaced, as with ``on_failure="restart"``. An env that must be
         alone in its process is not replaced: only another process can do that.
-    nouns: the names that errors use for its parts.
+    replayable: as for `make_vec`.  nouns: the names that errors use for its parts.
     activity: where this worker says what it is in.
     """
     backend = SerialBackend(recipes, info, nouns, activity=activity)
     facts = backend.start()
     max_restarts = None if facts[0].metadata.get("one_per_process") else max_restarts
-    options = SteppingOptions(AutoresetMode.SAME_STEP, copy=False, max_restarts=max_restarts)
+    options = SteppingOptions(AutoresetMode.SAME_STEP, copy=False, max_restarts=max_restarts, replayable=replayable)
     return vector_env_of(backend, STRICT, options, facts)
 
 

@@ -140,6 +140,11 @@ class EnvsWithStates:
     reset_wait: Callable[[], tuple[Any, Infos]]
     answers_to: Callable[[EnvQuestion], list[Any]]
 
+    @property
+    def replayable(self) -> bool:
+        """True if the envs have states, see `get_states`."""
+        return self._replaying is not None
+
     @verb
     def get_states(self, env_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None) -> list[EnvState]:
         """The states of envs `env_ids`, or of all, for `set_states`. Needs ``replayable=True``.
@@ -179,7 +184,7 @@ class EnvsWithStates:
             if is_last or any(answers):
                 break
         errors = [replaying.why(env, by_env[env], answers[env]) for env in missed]
-        errors[0].was_reset = tuple(one.env_index for one in errors)
+        errors[0].was_reset, errors[0].result = tuple(one.env_index for one in errors), result
         raise errors[0]
 
     def _states_of(self, verb: str) -> Replaying:

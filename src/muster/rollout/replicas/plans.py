@@ -42,7 +42,7 @@ class ReplicaPlan:
     recipes: those of its envs.  first_env: index of its first env among all.
     policy_is_factory: `policy` is a factory, to be called for the policy.
     part: the replica's own part of a batch's envs.  batch_envs: number of envs in a batch.
-    max_restarts: of envs that raise, see `serial_vec`.
+    max_restarts, replayable: of the envs, see `serial_vec`.
     options: for `Collector`.
     """
 
@@ -53,6 +53,7 @@ class ReplicaPlan:
     part: tuple[int, int]
     batch_envs: int
     max_restarts: int | None
+    replayable: bool
     options: Mapping[str, Any]
 
     def layout(self, fields: ReplicaFields) -> BatchLayout:

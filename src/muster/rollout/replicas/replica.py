@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from muster._core import map_fd
 from muster.errors import EnvError
 from muster.hosts.failures import Failure
-from muster.hosts.questions import Again, EnvQuestion, sent
+from muster.hosts.questions import Again, EnvQuestion, Pack, sent
 from muster.hosts.recipe_plans import RecipeResident
 from muster.pickling.main_module import Init
 from muster.pool.messages import Failed, Message
@@ -55,6 +55,24 @@ class AskWeights(Message):
 @dataclass(eq=False)
 class AskShapes(Message):
     """Asks for the shapes and dtypes of the weights that each policy takes, by name: a list by collector."""
+
+
+@dataclass(eq=False)
+class AskEnvStates(EnvQuestion):
+    """Asks for `Collector.env_states`; the first env of a collector has its generators."""
+
+
+@dataclass(eq=False)
+class LoadEnvStates(EnvQuestion):
+    """Has collectors go on from these states, by env. The first envs answer with errors of those that differ."""
+
+    states: Mapping[int, Any]
+
+    def packed(self, pack: Pack) -> LoadEnvStates:
+        return LoadEnvStates({env: pack(one, {f"envs[{env}]": one}) for env, one in self.states.items()})
+
+    def to(self, envs: Collection[int]) -> LoadEnvStates:
+        return LoadEnvStates({env: self.states[env] for env in envs})
 
 
 @dataclass(eq=False)
@@ -124,7 +142,11 @@ class Replica(RecipeResident):
         envs = range(plan.first_env, plan.first_env + len(plan.recipes))
         nouns = collector_nouns([envs], first_worker=here.info.worker_index)
         self._envs = serial_vec(
-            *(plan.recipes, here.info), max_restarts=plan.max_restarts, nouns=nouns, activity=here.activity
+            *(plan.recipes, here.info),
+            max_restarts=plan.max_restarts,
+            replayable=plan.replayable,
+            nouns=nouns,
+            activity=here.activity,
         )
         try:
             policy: Any = pickle.loads(plan.policy[0], buffers=plan.policy[1:]) if plan.policy else None
@@ -184,6 +206,21 @@ class Replica(RecipeResident):
                 return {name: tensor.detach().cpu() for name, tensor in named_weights(self._policy).items()}
             case AskShapes():
                 return [shapes_of(named_weights(self._policy))]
+            case AskEnvStates():
+                states = self._started().env_states()
+                if states is None:
+                    return [None] * self._envs.num_envs
+                states[0]["generators"] = self._started().generators()
+                return self._sent(states)
+            case LoadEnvStates(states):
+                self._lay_out()  # first: it may draw from the generators
+                first, *rest = states.values()
+                if "generators" in first:
+                    self._started().load_generators(first["generators"])
+                errors = self._started().load_env_states([first, *rest])
+                for error in errors:
+                    error.result = None
+                return self._sent([errors, *[None] * len(rest)])
             case EnvQuestion():
                 return self._sent(self._envs.answers_to(question))
         return super().answer(question)
@@ -206,9 +243,7 @@ class Replica(RecipeResident):
 
     def _collect(self, order: Collect) -> Collected:
         """Fills the block at the order's offset."""
-        collector = self._started()
-        if self._layout is None:
-            self._layout = self._plan.layout(self._fields())
+        collector, layout = self._started(), self._lay_out()
         if order.afresh:
             collector.reset()
         collector.frames = order.frames
@@ -218,8 +253,8 @@ class Replica(RecipeResident):
         self._version, beside = self._weights.read_into(named, self._version)
         if beside:
             apply_changes(self._policy, beside)
-        block = map_fd(fd=self._here.files["batches"], size=self._layout.block_bytes, offset=order.offset)
-        storage = self._layout.storage(block, slice(*self._plan.part))
+        block = map_fd(fd=self._here.files["batches"], size=layout.block_bytes, offset=order.offset)
+        storage = layout.storage(block, slice(*self._plan.part))
         storage.clear_flags()
         steps = collector.fill(storage, stop_flag(block), until_end=order.until_end)
         has_ended = order.until_end and bool((storage.terminated | storage.truncated)[steps - 1].any())
@@ -229,6 +264,11 @@ class Replica(RecipeResident):
         lost, self._lost = ", ".join(self._lost), []
         ends = storage.finals, storage.losses, storage.infos
         return Collected(self._version, self._envs.counts(), waiting, *ends, lost, has_ended)
+
+    def _lay_out(self) -> BatchLayout:
+        if self._layout is None:
+            self._layout = self._plan.layout(self._fields())
+        return self._layout
 
     def _started(self) -> Collector:
         assert self._collector is not None

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from muster.backends.process import with_hints
-from muster.errors import ClosedError, SpecMismatch
+from muster.errors import ClosedError, ReplayDiffers, SpecMismatch
 from muster.hosts.failures import failures_of, to_one_exception
 from muster.hosts.questions import EnvQuestion, Kept, opened, packer
 from muster.hosts.recipe_plans import Recipes, about_of, plans_of
@@ -31,6 +31,7 @@ from muster.rollout.beside_weights import BesideWeights
 from muster.rollout.replicas.hooks import ReplicaFailed
 from muster.rollout.replicas.plans import PRELOADS, Filled, PoolPlan, ReplicaPlan, collector_nouns
 from muster.rollout.replicas.policy_travel import PolicyFacts, pack_factory, pack_policy
+from muster.rollout.replicas.replica import AskEnvStates, LoadEnvStates
 from muster.rollout.replicas.replica_pool import ReplicaPool, in_processes
 from muster.rollout.replicas.shared_weights import SharedWeights, shapes_of
 from muster.rollout.weights import Copies, weights_to_send
@@ -48,6 +49,7 @@ def pool_plan(
     *,
     sync: bool,
     threshold: float,
+    replayable: bool,
     collector_options: Mapping[str, Any],
     count: int,
     limits: Limits,
@@ -84,6 +86,7 @@ def pool_plan(
             part=(envs.start, envs.stop) if sync else (0, len(envs)),
             batch_envs=batch_envs,
             max_restarts=limits.restarts,
+            replayable=replayable,
             options={
                 **collector_options,
                 "frames_per_batch": T * len(envs),
@@ -200,6 +203,14 @@ class Replicas:
         if failures := [*failures_of(answers).values()]:
             raise to_one_exception(failures)
         return question.joined(answers)
+
+    def env_states(self) -> list[dict[str, Any]] | None:
+        states = [*self.ask(AskEnvStates())]
+        return None if None in states else states
+
+    def load_env_states(self, states: Sequence[Mapping[str, Any]]) -> list[ReplayDiffers]:
+        answers = self.ask(LoadEnvStates(dict(zip(self._envs, states, strict=True))))
+        return [error for of_collector in answers for error in of_collector or ()]
 
     def stats(self) -> dict[str, Any]:
         return self._pool.stats()
