@@ -18,7 +18,7 @@ _CALLS = frozenset(dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CAL
 _LOOKS = _CALLS | {dis.opmap["JUMP_BACKWARD"]}
 _PYTHON_CALLED = -1
 # Methods that a function in C calls, after which CPython looks.
-_VERBS = {one.__code__ for one in vars(SteppedEnvs).values() if type(one).__name__ == "Verb"}
+_VERBS = {one.__code__ for kind in SteppedEnvs.__mro__ for one in vars(kind).values() if type(one).__name__ == "Verb"}
 # These look for signals while they wait, and end without having done anything.
 _WAITS = frozenset({"poll", "recvmsg", "send", "sendmsg", "sendall", "read", "write", "acquire", "get", "sleep"})
 

@@ -138,38 +138,46 @@ class SpecMismatch(EnvError, ValueError):
 class ReplayDiffers(MusterError, RuntimeError):
     """An env did not come to a state again, though it had the same seed and the same actions.
 
-    env_index, episode, steps: the env, and its state's episode and steps in it.
-    what, expected, got: what is another, and what it should have been and was; digests of arrays.
+    env_index, episode, steps: the env, and its state's episode and steps in it.  built_anew: whether it was, for this.
+    what, expected, got: the part that is another, and its values, digests of arrays; without values the reason.
     was_reset: the envs that have begun new episodes since.  result: what `set_states` returns where all envs come to
     their states, with the first observations of these.
     """
 
     page = "tasks/replay"
 
-    def __init__(self, env_index: int, episode: int, steps: int, what: str, expected: Any, got: Any) -> None:
-        super().__init__(env_index, episode, steps, what, expected, got)
-        self.env_index, self.episode, self.steps = env_index, episode, steps
+    def __init__(
+        self,
+        env_index: int,
+        episode: int,
+        steps: int,
+        built_anew: bool,
+        what: str,
+        expected: Any = None,
+        got: Any = None,
+    ) -> None:
+        super().__init__(env_index, episode, steps, built_anew, what, expected, got)
+        self.env_index, self.episode, self.steps, self.built_anew = env_index, episode, steps, built_anew
         self.what, self.expected, self.got = what, expected, got
         self.was_reset: tuple[int, ...] = ()
         self.result: Any = None
 
     @property
     def summary(self) -> str:
-        """The facts, without the likely causes."""
-        return (
-            f"env {self.env_index} did not come to step {self.steps} of its episode {self.episode} again, also built "
-            f"anew: {self.what} is {self.got}, expected {self.expected}"
-        )
+        """The facts, without likely causes."""
+        came = f"did not come to step {self.steps} of its episode {self.episode} again"
+        came += ", also built anew" * self.built_anew
+        differs = "" if self.expected is None else f" is {self.got}, expected {self.expected}"
+        return f"env {self.env_index} {came}: {self.what}{differs}"
 
     def __str__(self) -> str:
-        after = ", ".join(map(str, self.was_reset))
-        return (
-            f"{self.summary}. It may draw from a generator that its "
-            "reset(seed=...) does not seed, keep something from one episode to the next, share something with another "
-            "env, or ask a clock or a server; or call() or set_attr() has changed it, or its caller the observation"
-            + f". Reset since: envs {after}" * bool(after)
-            + more(self.page)
+        causes = (
+            " It may draw from a generator that its reset(seed=...) does not seed, keep something from one episode to "
+            "the next, share something with another env, or ask a clock or a server; or call() or set_attr() has "
+            "changed it, or its caller the observation."
         )
+        since = f" Reset since: envs {', '.join(map(str, self.was_reset))}" * bool(self.was_reset)
+        return f"{self.summary}.{causes * (self.expected is not None)}{since}{more(self.page)}"
 
 
 class WorkerError(MusterError, RuntimeError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
 import random
+import signal
 import threading
 import time
 import zlib
@@ -159,9 +161,7 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled"])
-@pytest.mark.parametrize(
-    "name", ["CartPole", "nested", "connect_four", *slow(*list(MAKERS)[3:])]
-)
+@pytest.mark.parametrize("name", ["CartPole", "nested", "connect_four", *slow(*list(MAKERS)[3:])])
 def test_envs_go_on_from_their_states_elsewhere_as_they_did(name: str, mode: str) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -294,7 +294,7 @@ def test_an_env_that_raises_on_the_way_differs() -> None:
         envs.reset(seed=1)
         envs.step([0])
         state = dataclasses.replace(envs.get_states()[0], actions=np.array([7]).tobytes())
-        with pytest.raises(ReplayDiffers, match="what follows step 0 is AssertionError"):
+        with pytest.raises(ReplayDiffers, match="also built anew: AssertionError was raised after step 0"):
             envs.set_states([state])
         assert envs.step([0])[1] == 1.0
 
@@ -318,6 +318,124 @@ def test_a_worker_that_dies_meanwhile(on_failure: str) -> None:
             kill_worker(envs, 0)
             assert envs.get_states() == states  # the caller has them
         kill.join()
+
+
+class Unseeded(gym.Env[Any, Any]):
+    """Its resets draw from the operating system; its episodes have two steps."""
+
+    observation_space, action_space = spaces.Box(0, 1, (1,), np.float64), spaces.Discrete(2)
+    builds = 0
+
+    def __init__(self, only: int = 9) -> None:
+        Unseeded.builds += 1
+        if Unseeded.builds > only:
+            raise OSError("only once")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
+        return np.random.default_rng().random(1), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.random.default_rng().random(1), 1.0, self.steps == 2, False, {}
+
+
+def test_a_state_without_steps_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unseeded, "builds", -9)
+    for ends in (False, True):  # the state of an episode's end is compared before the next one begins (same_step)
+        with muster.make_vec(Unseeded, 1, backend="serial", replayable=True) as envs:
+            envs.reset(seed=1)
+            envs.reset()
+            for _ in range(2 * ends):
+                envs.step([0])
+            states = envs.get_states()
+            assert states[0].is_over is ends
+        mode = "same_step" if ends else "next_step"
+        with muster.make_vec(Unseeded, 1, backend="serial", autoreset_mode=mode, replayable=True) as envs:
+            envs.reset(seed=1)
+            with pytest.raises(ReplayDiffers, match="also built anew: observation is"):
+                envs.set_states(states)
+
+
+def test_an_env_that_cannot_be_built_anew_is_not_stepped_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unseeded, "builds", 0)
+    with muster.make_vec(Unseeded, 1, backend="serial", replayable=True, env_kwargs={"only": 1}) as envs:
+        envs.reset(seed=1)
+        states = envs.get_states()
+        for use in (lambda: envs.set_states(states), lambda: envs.step([0]), envs.reset):
+            with pytest.raises(EnvError, match="only once"):
+                use()
+
+
+def test_the_end_of_an_episode_becomes_the_start_of_the_next_where_it_has_no_row() -> None:
+    with muster.make_vec(Seeds, 1, backend="serial", replayable=True) as envs:
+        envs.reset(seed=5)
+        for _ in range(2):
+            envs.step([0])
+        ended = envs.get_states()
+        following = envs.step([0])[0]
+    with muster.make_vec(Seeds, 1, backend="serial", replayable=True, autoreset_mode="same_step") as envs:
+        assert envs.set_states(ended)[0] == following
+        assert [(state.episode, state.steps) for state in envs.get_states()] == [(1, 0)]
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_an_interrupted_set_leaves_no_state_that_is_wrong(backend: str) -> None:
+    def interrupt(envs: Any) -> Any:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            envs.set_states(states[::-1])
+
+    with muster.make_vec(Nested, 2, backend=backend, env_kwargs={"step_s": 0.01}, replayable=True) as envs:
+        envs.reset(seed=8)
+        while min(state.steps for state in envs.get_states()) < 20:
+            envs.step(envs.sample_actions())
+        states = envs.get_states()
+        interrupt(envs)
+        while envs.num_pending:
+            envs.recv()
+        envs.step(envs.sample_actions())
+        for env in range(2):
+            with contextlib.suppress(UsageError):
+                envs.set_states(envs.get_states([env]), [env])
+        envs.set_states(states)
+
+
+def test_a_seed_may_come_again() -> None:
+    with muster.make_vec("CartPole-v1", 1, backend="serial", replayable=True) as envs:
+        for _ in range(2):
+            envs.reset(seed=0)
+            assert envs.get_states()[0].steps == 0
+            envs.step([0])
+            assert envs.get_states()[0].steps == 1
+
+
+def parts(*values: Any, **named: Any) -> Any:
+    return Seeds()
+
+
+LIKE: list[tuple[Any, dict[str, Any]]] = [
+    (parts, {"env_kwargs": {"a": {"x", "y", "z"}, "b": {"c": 1, "d": 2}}}),
+    (parts, {"env_kwargs": {"a": {"z", "y", "x"}, "b": {"d": 2, "c": 1}}}),
+    (parts, {"env_kwargs": {"a": np.arange(5000), "b": 0}}),
+    (parts, {"env_kwargs": {"a": np.arange(5000) % 2500, "b": 0}}),
+    (partial(parts, 1), {}),
+    (partial(parts, 2), {}),
+    (Seeds, {"wrappers": [partial(gym.wrappers.TimeLimit, max_episode_steps=20)]}),
+    (Seeds, {"wrappers": [partial(gym.wrappers.TimeLimit, max_episode_steps=30)]}),
+    ("CartPole-v1", {}),
+    ("CartPole-v1", {"env_kwargs": {"render_mode": "rgb_array"}}),
+    (gym.spec("CartPole-v1"), {}),
+    (partial(gym.make, "CartPole-v1"), {}),
+]
+
+
+def test_states_are_of_envs_that_are_alike() -> None:
+    recipes = [_state_of(env, **options).recipe for env, options in LIKE]
+    assert recipes[0] == recipes[1]
+    assert recipes[8] == recipes[9] == recipes[10]
+    assert len({*recipes}) == len(LIKE) - 3
 
 
 # ---- bytes
@@ -361,12 +479,10 @@ def test_what_does_not_fit_is_refused_with_the_envs_as_they_were() -> None:
             (WrongType, "expected a list of EnvState", ("x",)),
             (WrongType, "expected a list of EnvState", ([states[0], None],)),
             *((UsageError, r"states\[1\] is of the env", ([states[0], one],)) for one in others),
-            (
-                UsageError,
-                "has 8 bytes of actions, expected 2 times 8",
-                ([dataclasses.replace(states[0], steps=2)], [0]),
+            *(
+                (UsageError, said, ([dataclasses.replace(states[0], **{name: value})], [0]))
+                for name, value, said in WRONG
             ),
-            (UsageError, "has digests of 0 arrays", ([dataclasses.replace(states[0], digests=())], [0])),
         ]
         for kind, said, arguments in cases:
             with pytest.raises(kind, match=said):
@@ -381,6 +497,13 @@ def test_what_does_not_fit_is_refused_with_the_envs_as_they_were() -> None:
             envs.get_states()
         with pytest.raises(PendingError):
             envs.set_states(states)
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("steps", 2, "has 8 bytes of actions and digests of 1 arrays, expected 2 times 8 bytes, and 1"),
+    ("digests", (), "digests of 0 arrays, expected"),
+    ("options", "{", r"the options of states\[0\] are no JSON"),
+]
 
 
 def _state_of(env: Any, **options: Any) -> EnvState:
@@ -416,7 +539,7 @@ class Awaited(Seeds):
         return super().step(action)
 
 
-def test_after_a_failure_the_env_has_a_state_once_it_was_stepped() -> None:
+def test_after_a_failure_the_env_has_a_state_once_it_is_reset() -> None:
     def raises(env: Any, index: int) -> None:
         def step(action: Any) -> Any:
             del env.unwrapped.step
@@ -429,7 +552,26 @@ def test_after_a_failure_the_env_has_a_state_once_it_was_stepped() -> None:
         envs.call(raises)
         with pytest.raises(EnvError, match="ValueError"):
             envs.step([0])
-        with pytest.raises(UsageError, match="the last row of env 0 is of a failure"):
-            envs.get_states()
+        for _ in range(2):
+            with pytest.raises(UsageError, match="env 0 has raised or was replaced in this episode"):
+                envs.get_states()
+            envs.step([0])
         envs.reset()
         assert envs.get_states()[0].episode == 1
+
+
+@pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled"])
+def test_an_env_that_was_replaced_while_it_was_idle_has_no_state_until_it_is_reset(mode: str) -> None:
+    with muster.make_vec("CartPole-v1", 2, replayable=True, on_failure="restart", autoreset_mode=mode) as envs:
+        envs.reset(seed=1)
+        envs.step([0, 0])
+        kill_worker(envs, 0)
+        assert envs.get_states()[0].steps == 1  # the caller has it
+        assert step(envs, [0, 0])[3].tolist() == [True, False]
+        if mode == "next_step":
+            with pytest.raises(UsageError, match="env 0 has raised or was replaced"):
+                envs.get_states()
+            envs.step([0, 0])
+        states = envs.get_states()
+        assert [state.steps for state in states] == [0, 3 if mode == "next_step" else 2]
+        envs.set_states(states)

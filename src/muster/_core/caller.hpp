@@ -253,11 +253,12 @@ class Caller {
 
   // Returns the rows of these actions, one after the other.
   Ref actions_of(uint32_t env) const {
+    static const std::deque<char> none;
     const Log& log = logs_.at(env);
-    const bool is_current = log.episode == slab_.episodes[env].begun;
-    Ref rows = checked(PyBytes_FromStringAndSize(nullptr, is_current ? Py_ssize_t(log.rows.size()) : 0));
-    if (is_current) std::copy(log.rows.begin(), log.rows.end(), PyBytes_AS_STRING(rows.get()));
-    return rows;
+    const std::deque<char>& rows = log.episode == slab_.episodes[env].begun ? log.rows : none;
+    Ref bytes = checked(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(rows.size())));
+    std::copy(rows.begin(), rows.end(), PyBytes_AS_STRING(bytes.get()));
+    return bytes;
   }
 
   // Notes that an env was given these actions, rows of them, since its episode began.
@@ -282,6 +283,7 @@ class Caller {
     ++delivered_;  // the failure was an answer, too
     record.status = Status::kOk;
     record.command = Command::kReset;
+    forget_actions(env);
     count_request(env);
   }
 
@@ -290,7 +292,7 @@ class Caller {
 
  private:
   struct Log {
-    uint64_t episode = 0;
+    uint64_t episode = 0;  // EpisodeRecord::begun; 0: none
     std::deque<char> rows;  // grows without a copy, and by no more than it needs
   };
 
@@ -373,7 +375,7 @@ class Caller {
   void request(uint32_t env, Command command) {
     EnvRecord& record = slab_.records[env];
     if (recovery_) recovery_->keep(env);
-    if (!logs_.empty() && command == Command::kStep) log(env);
+    if (!logs_.empty()) command == Command::kStep ? log(env) : forget_actions(env);
     record.command = command;
     count_request(env);
     pending_[env] = 1;
@@ -389,6 +391,11 @@ class Caller {
       const char* row = slab_.row(rows, env);
       log.rows.insert(log.rows.end(), row, row + rows.row_bytes);
     }
+  }
+
+  // Its episode begins anew, or its last row is not its own.
+  void forget_actions(uint32_t env) {
+    if (!logs_.empty()) logs_[env] = {};
   }
 
   // Last of all: a worker that is awake for another env sees the request at once.

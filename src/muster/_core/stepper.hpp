@@ -108,7 +108,7 @@ class Stepper {
     return interrupt ? std::move(interrupt) : Ref::borrow(Py_None);
   }
 
-  // Replaces env i, which has been built again. `seed` is for its first reset, unless that reset has a seed of its own.
+  // Replaces env i, which has been built again. `seed` is for its first reset, unless that has one of its own.
   void replace_env(uint32_t i, PyObject* env, PyObject* seed) {
     check(PyList_SetItem(envs_.get(), i, Py_NewRef(env)));
     next_seeds_[i] = Ref::borrow(seed);
@@ -380,7 +380,7 @@ class Stepper {
     const Ref held = env(i);
     PyObject* args[] = {held.get(), seed, options};
     const uint64_t start = begin(Doing::kResetting, i);
-    // Autoresets call reset() without arguments, as Gymnasium's do.
+    // Autoresets call reset() without arguments, as Gymnasium's do, but for the seed that an episode may have.
     PyObject* keywords = seed ? (passes_options ? reset_keywords_ : seed_keyword_).get() : nullptr;
     Ref result(PyObject_VectorcallMethod(reset_name_.get(), args, 1, keywords));
     end(start);

@@ -394,7 +394,7 @@ class ObservationNormalizer(nn.Module):
 class RewardNormalizer:
     """Divides rewards by the running deviation of the discounted returns, and clips to 10; their sign is kept.
 
-    Returns are carried from rollout to rollout, and start from 0 with each episode.
+    returns: those of episodes so far, which are carried from rollout to rollout, and start from 0 with each episode.
 
     shape: of one step's rewards: (N,) of N envs, or (N, A) of A agents in each.  device: of rewards.
     """
@@ -402,7 +402,7 @@ class RewardNormalizer:
     def __init__(self, shape: Sequence[int], gamma: float, device: torch.device | None = None) -> None:
         self.moments = RunningMoments().to(device)
         self._gamma = gamma
-        self._returns = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
+        self.returns = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
 
     def update(self, rewards: Tensor, done: Tensor, mask: Tensor) -> Tensor:
         """Normalised rewards, float32 ``[T, *shape]``.
@@ -412,9 +412,9 @@ class RewardNormalizer:
         """
         returns = torch.zeros_like(rewards, dtype=torch.float64)
         for t, (reward, ended, kept) in enumerate(zip(rewards, done, mask, strict=True)):
-            following = self._returns * self._gamma + reward
-            returns[t] = self._returns = torch.where(kept, following, self._returns)
-            self._returns = self._returns.masked_fill(ended, 0.0)
+            following = self.returns * self._gamma + reward
+            returns[t] = self.returns = torch.where(kept, following, self.returns)
+            self.returns = self.returns.masked_fill(ended, 0.0)
         self.moments.update(returns[mask])
         scale = (self.moments.var + EPSILON).rsqrt().float()
         return (rewards * scale).clamp(-CLIP, CLIP)
@@ -422,4 +422,4 @@ class RewardNormalizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from the state of ``moments``, with returns of 0: envs that start again begin new episodes."""
         self.moments.load(state)
-        self._returns.zero_()
+        self.returns.zero_()

@@ -205,6 +205,17 @@ class MAPPO(OnPolicy[MAPPOMetrics]):
             "normalizers": {name: one.to_dict() for name, one in self.normalizers.items()},
         }
 
+    def _carried(self) -> dict[str, Any]:
+        teams = {name: learner.carried() for name, learner in self.learners.items()}
+        return {"teams": teams, "ended": self._ended, "trajectories": self._trajectories}
+
+    def _load_carried(self, state: Mapping[str, Any]) -> None:
+        for name, learner in self.learners.items():
+            learner.load_carried(state["teams"][name])
+        for group, ended in self._ended.items():
+            ended.copy_(state["ended"][group])
+        self._trajectories = state["trajectories"].to(self.device)
+
     def _load_learnt(self, state: Mapping[str, Any]) -> None:
         for name, learner in self.learners.items():
             learner.load_state_dict(state["teams"][name])

@@ -26,7 +26,8 @@ from muster.algorithms.ppo_config import (
     Rates,
     Schedule,
 )  # fmt: skip
-from muster.errors import ClosedError, ConfigError, TrainingDiverged, UsageError
+from muster.errors import ClosedError, ConfigError, MusterError, TrainingDiverged, UsageError
+from muster.rollout.batch_source import packed_envs
 from muster.rollout.collector import Collector
 from muster.rollout.multi_collector import MultiCollector, env_options
 from muster.rollout.weights import place, to_device
@@ -68,6 +69,12 @@ class OnPolicy(ABC, Generic[M]):
             self.collector = Collector(envs, explorer, **shared)
         else:
             self.collector = MultiCollector(envs, explorer, num_envs=config.num_envs, **shared, **collectors)
+        made = (
+            getattr(envs, "replayable", False)
+            if collectors is None
+            else (collectors.get("make_vec_options") or {}).get("replayable")
+        )
+        self._replays = bool(made)
         self._under_way = False  # an iteration has begun, and has not ended
         self._entered: Callable[[str], object] = str
         self._complete: tuple[dict[str, Any], M | None] = self._state(), None
@@ -190,9 +197,18 @@ class OnPolicy(ABC, Generic[M]):
     def state_dict(self) -> dict[str, Any]:
         """The state after the last complete iteration, whole, also while another one is under way or was cut short.
 
-        Without the envs: plain tensors, numbers and lists, so that weights_only=True loads them.
+        With those of envs that are ``replayable=True``. Plain tensors, numbers and lists, so that weights_only=True
+        loads them.
         """
-        return copy.deepcopy(self._complete[0])
+        state = copy.deepcopy(self._complete[0])
+        return {**state, "collector": packed_envs(state["collector"])}
+
+    def _carried(self) -> dict[str, Any]:
+        """What is carried from rollout to rollout within episodes: not a copy."""
+        return {}
+
+    def _load_carried(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `_carried`."""
 
     def _state(self) -> dict[str, Any]:
         """A copy of the state as it is now."""
@@ -200,14 +216,22 @@ class OnPolicy(ABC, Generic[M]):
             **self._learnt(),
             "steps": self.steps,
             "schedule": self.schedule.state_dict(),
-            "collector": {name: one for name, one in self.collector.state_dict().items() if name != "policy"},
+            "collector": {name: one for name, one in self._of_collector().items() if name != "policy"},
             "episodes": self.episodes.state_dict(),
         }
         return copy.deepcopy(state)
 
-    def load_state_dict(self, state: Mapping[str, Any], *, learning_rate: float | None = None) -> None:
-        """Goes on from `state` of `state_dict`, in new episodes. The config has the same network and normalisation.
+    def _of_collector(self) -> dict[str, Any]:
+        state = self.collector.state_dict()
+        if self._replays:
+            with contextlib.suppress(MusterError):  # of a collector that was lost: its envs begin new episodes
+                state |= self.collector.going_on()
+        return state if "envs" not in state else {**state, "carried": self._carried()}
 
+    def load_state_dict(self, state: Mapping[str, Any], *, learning_rate: float | None = None) -> None:
+        """Goes on from `state` of `state_dict`: where it has them, in the states of its envs, else in new episodes.
+
+        The config has the same network and normalisation.
         With another ``total_steps`` an annealed learning rate falls from what was reached to 0 at the new end; a run
         that had finished starts at the config's again.  learning_rate: what to start from instead.
         """
@@ -231,8 +255,10 @@ class OnPolicy(ABC, Generic[M]):
 
     def _go_back(self) -> None:
         """Goes back to the state after the last complete iteration."""
+        state, _ = self._complete
+        begins = {**state, "collector": {name: one for name, one in state["collector"].items() if name != "envs"}}
         with contextlib.suppress(ClosedError):  # the reason is raised, not that the collectors are closed
-            self._load(self._complete[0])
+            self._load(begins)
         self._under_way = False
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -240,6 +266,8 @@ class OnPolicy(ABC, Generic[M]):
         self.steps = int(state["steps"])
         self.episodes.load_state_dict(state["episodes"])
         self.collector.load_state_dict(state["collector"])
+        if self._replays and "envs" in state["collector"]:
+            self._load_carried(state["collector"]["carried"])
 
     def close(self) -> None:
         """Ends the collectors. A vector env stays open: it is the caller's."""

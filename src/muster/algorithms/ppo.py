@@ -120,6 +120,12 @@ class PPO(OnPolicy[PPOMetrics]):
             state["normalizers"]["observations"] = self.observations.to_dict()
         return state
 
+    def _carried(self) -> dict[str, Any]:
+        return self.learner.carried()
+
+    def _load_carried(self, state: Mapping[str, Any]) -> None:
+        self.learner.load_carried(state)
+
     def _load_learnt(self, state: Mapping[str, Any]) -> None:
         self.learner.load_state_dict(state)
         if self.observations is not None:
@@ -357,13 +363,22 @@ class Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state_dict``, in new episodes."""
+        """Goes on from ``state_dict``."""
         self.policy.load_state_dict(state["policy"])
         # A copy, as the optimizer takes its tensors as they are, and writes into them.
         self.optimizer.load_state_dict(_adams(copy.deepcopy(state["optimizer"]), self.optimizer))
         self._rng.set_state(state["minibatch_rng"])
         if self.rewards is not None:
             self.rewards.load_state_dict(state["normalizers"]["rewards"])
+
+    def carried(self) -> dict[str, Any]:
+        """The returns of episodes so far: not a copy."""
+        return {} if self.rewards is None else {"returns": self.rewards.returns}
+
+    def load_carried(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, which `carried` returned."""
+        if self.rewards is not None:
+            self.rewards.returns.copy_(state["returns"])
 
 
 def _provided(obs: Observation, masks: Tensor | None, memory: Any) -> tuple[Any, ...]:

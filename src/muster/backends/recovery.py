@@ -57,7 +57,7 @@ class Recovery:
         self._budget = Budget(max_restarts, backend.nouns)
         num_envs = backend.slab.plan.num_envs
         self._seeds: list[int | None] = [None] * num_envs
-        self._options: Any = None  # of the last reset
+        self._options: list[Any] = [None] * num_envs  # of the last reset of each
         # Envs that lost their worker while nobody waited for them, with the reason, which their next step reports.
         self.lost: dict[int, str] = {}
         self._reasons: dict[int, str] = {}  # of workers' deaths, by the envs that were pending then
@@ -73,9 +73,9 @@ class Recovery:
         """Seeds for a reset, after which none of its envs is in `lost`; keeps seeds and options for later restarts."""
         if self.recycling is not None:
             self.recycling.look(env_ids.tolist(), resets=True)
-        self._options = options
         chosen = []
         for env, seed in zip(env_ids.tolist(), seeds, strict=True):
+            self._options[env] = options
             lost = self.lost.pop(env, None) is not None
             if seed is not None:
                 self._seeds[env] = seed
@@ -169,7 +169,7 @@ class Recovery:
             self._records["restarts"][env] += 1
         if restart is None:
             ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
-            restart = _Restart(reason, not (was_reset or ended), self._options if was_reset else None)
+            restart = _Restart(reason, not (was_reset or ended), self._options[env] if was_reset else None)
         elif lost is not None:
             restart = replace(restart, reason=f"{restart.reason}; {reason}")
         self._caller.ask_again(env)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,17 +10,17 @@ from contextlib import AbstractContextManager
 from types import coroutine
 from typing import Any
 
-from muster._core import Doing, Stepper
-from muster.errors import CannotTravel, MusterError, ReplayDiffers, SpecMismatch, more
+from muster._core import Autoreset, Doing, Stepper
+from muster.errors import CannotTravel, MusterError, ReplayDiffers, SpecMismatch
 from muster.hosts.env_facts import EnvFacts, check_one_per_process, facts_of, is_awaited, misfit, same_facts
 from muster.hosts.env_states import EnvState, difference, seed_of_episode
-from muster.hosts.failures import AttributesLost, Failure, about_gym, reset_note
+from muster.hosts.failures import AttributesLost, Failure, about_error, about_gym, reset_note
 from muster.hosts.questions import Deed, EnvQuestion, InTurn, shared
 from muster.hosts.requests import HostOptions, Restart
 from muster.introspection import type_name
 from muster.pickling import find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
-from muster.pool.resources import limit, own_memory_bytes
+from muster.pool.resources import own_memory_bytes
 from muster.pool.set_up import about_script
 from muster.pool.thread_pool import Outcome
 from muster.pool.watch import Activity
@@ -71,7 +70,7 @@ class EnvHost:
         self._stepped: list[Any] = []  # what the stepper calls for each env: most often the same list
         self._built: list[BuiltEnv] = []
         self._unset: dict[int, AttributesLost] = {}  # what could not be set again, until the env's next request
-        self.not_set: dict[int, Exception] = {}  # why an env could not be set to a state, until somebody asks
+        self.replayed: dict[int, ReplayDiffers | bool] = {}  # how it went, by env, until somebody asks
         self._slab: Slab | None = None
 
     # ---- building
@@ -138,7 +137,7 @@ class EnvHost:
         self._slab = slab
         self._mail = mail
         self._schemas_mailed = self._schema_mail_end = 0
-        self._host = host
+        self._host, self._same_step = host, options.autoreset_mode == Autoreset.SAME_STEP
         self._misfits = [self._misfit(i) for i in range(len(self.envs))]
         self._stepped = [self._to_step(i) for i in range(len(self.envs))]
         self.stepper = Stepper(
@@ -292,43 +291,47 @@ class EnvHost:
     def replay(self, i: int, state: EnvState, again: Sequence[EnvQuestion]) -> BaseException | None:
         """Sets env i to a state; its last row is the answer. Returns the Ctrl-C with which that has ended.
 
-        An env that does not come to that state is built anew, asked `again`, and tried once more, and reset in the end.
+        An env that does not come to that state is built anew, asked `again`, and tried once more. In the end it is
+        reset; so is one that has come to the end of an episode, where such a row is not returned (same_step).
         """
         assert self._slab is not None
-        episodes = self._slab.episodes[self.first_env + i]
-        before = episodes.copy()
+        record, episodes = self._slab.records[self.first_env + i], self._slab.episodes[self.first_env + i]
+        before, self.replayed[i] = episodes.copy(), True
         try:
             try:
-                self._replay(i, state)
+                self._replay(i, state, built_anew=False)
             except ReplayDiffers:
                 if self.facts_of(i).metadata.get("one_per_process"):
                     raise
                 if (error := self.way.run(self.rebuilt(i, again))) is not None:
+                    self.stepper.replace_env(i, _NotBuilt(error), None)
                     raise error from None
                 self.stepper.replace_env(i, self._to_step(i), None)
-                self._replay(i, state)
-            self.stepper.publish(i)
+                self._replay(i, state, built_anew=True)
         except ReplayDiffers as differs:
-            self.not_set[i] = differs
-            episodes[:] = before
+            self.replayed[i], episodes[:] = differs, before
             return self.reset_env(i, None, None, True)
         except BaseException as error:
+            record["needs_reset"] = True  # it may be in the middle of an episode that nobody has seen
             self.stepper.refuse(i, error)
             return error if isinstance(error, KeyboardInterrupt) else None
+        if state.is_over and self._same_step:
+            return self.reset_env(i, None, None, False)
+        self.stepper.publish(i)
         return None
 
-    def _replay(self, i: int, state: EnvState) -> None:
+    def _replay(self, i: int, state: EnvState, *, built_anew: bool) -> None:
         assert self._slab is not None
         slab, env = self._slab, self.first_env + i
-        slab.episodes[env] = state.seed, state.episode
+        slab.episodes[env], slab.records["episode_length"][env] = (state.seed, state.episode), 0
+        about = self.numbers[i], state.episode, state.steps, built_anew
         try:
             self.stepper.replay(i, json.loads(state.options), state.steps, state.actions, slab.actions.arrays)
         except Exception as error:
-            at = f"what follows step {slab.records['episode_length'][env]}"
-            found = at, "a row", f"{type_name(error)}: {error}"
-            raise ReplayDiffers(self.numbers[i], state.episode, state.steps, *found) from error
+            after = f"{type_name(error)} was raised after step {slab.records['episode_length'][env]}: {error}"
+            raise ReplayDiffers(*about, after) from error
         if (differs := difference(state, slab, env)) is not None:
-            raise ReplayDiffers(self.numbers[i], state.episode, state.steps, *differs)
+            raise ReplayDiffers(*about, *differs)
 
     def refuse(self, env_ids: Sequence[int], error: Exception) -> None:
         """Answers the pending requests of some envs with an exception."""
@@ -442,7 +445,7 @@ class EnvHost:
         advice = "" if isinstance(error, MusterError) else self._hint(i)
         in_process = "" if self.dumps is None or not self.recipes else self.recipes[i].call.in_process
         of_gym = about_gym(self.envs[i]) if isinstance(error, TypeError) and self.envs else ""
-        hints = advice, about_script(error, begins=not step), _about(error, in_process), of_gym
+        hints = advice, about_script(error, begins=not step), about_error(error, in_process), of_gym
         return Failure.of(
             error,
             self.numbers[i] if self.numbers else self.first_env + i,
@@ -459,19 +462,6 @@ class EnvHost:
         """The sentence that says how to give each env a process, where env i shared this one with others."""
         together, place = (self.recipes, i) if self._together is None else (self._together, self.first_env + i)
         return advise_apart(together[: place + 1] if self._slab is None else together)
-
-
-def _about(error: BaseException, in_process: str) -> str:
-    if in_process and type_name(error) == "bdb.BdbQuit":
-        return f"A debugger has no terminal in a worker: breakpoint() works with {in_process}."
-    number = error.errno if isinstance(error, OSError) else vars(error).get("errno")  # ZeroMQ's error has one, too
-    if type(number) is int and number == errno.EADDRINUSE:
-        own = "Add muster.get_worker_info().unique_index to the port, and each env has its own."
-        taken = "If the env does that, another program listens there: begin at another number, or bind port 0."
-        return f"Another env, or another program, listens there. {own} {taken}{more('problems/ports-and-devices')}"
-    if isinstance(error, SystemExit):
-        return more("tasks/restarts").strip()
-    return limit(number) if isinstance(error, OSError) and not isinstance(error, BlockingIOError) else ""
 
 
 class _Permitted:
@@ -495,3 +485,15 @@ class _Permitted:
         """The env's step, once there is a permit."""
         with self._permits:
             return self._env.step(action)
+
+
+class _NotBuilt:
+    """An env that could not be built again, and refuses all for that reason."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def reset(self, *_: Any, **__: Any) -> Any:
+        raise self._error
+
+    step = reset

@@ -22,7 +22,8 @@ from muster.worker_info import seeds_of_envs
 
 NONE = "null"  # no options, as JSON
 _VERSION = 1
-_MOST_BYTES = 1 << 31  # of actions
+MOST_OPTIONS = 1 << 19
+_MOST_BYTES = 1 << 30  # of actions
 _HEADER_BYTES = 1 << 20
 _KINDS = {"recipe": str, "options": str, "seed": int, "episode": int, "steps": int, "actions": bytes}
 _KINDS |= {"is_over": bool, "episode_return": float, "digests": tuple}
@@ -91,8 +92,8 @@ class EnvState:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             value = vars(self)[name]
-            if type(value) is not kind or (type(value) is int and not 0 <= value < 1 << 63):
-                raise UsageError(f"{name} of a state must be {kind.__name__}, ints of 63 bits, got {value!r:.100}")
+            if type(value) is not kind or (type(value) is int and not 0 <= value < 1 << 64):
+                raise UsageError(f"{name} of a state must be {kind.__name__}, ints of 64 bits, got {value!r:.100}")
 
 
 def seed_of_episode(seed: int, episode: int) -> int:
@@ -118,7 +119,9 @@ def difference(state: EnvState, slab: Slab, env: int) -> tuple[str, Any, Any] | 
 
 
 def _check(fields: Mapping[str, Any], actions: bytes) -> str:
-    return hashlib.blake2b(json.dumps(fields).encode() + actions, digest_size=8).hexdigest()
+    digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=8)
+    digest.update(actions)
+    return digest.hexdigest()
 
 
 def _unpacked(packed: bytes, length: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -11,10 +12,11 @@ from typing import Any
 
 from muster.envs.attributes import chain
 from muster.envs.dm_env import is_dm_env
-from muster.errors import CannotTravel, ConfigError, EnvError, MusterError, StepTimeout, UsageError, WrongType
+from muster.errors import CannotTravel, ConfigError, EnvError, MusterError, StepTimeout, UsageError, WrongType, more
 from muster.introspection import type_name
 from muster.pickling import UserCall
 from muster.pool.messages import message_of, portable, rebuilt
+from muster.pool.resources import limit
 
 # Errors that an env may raise because it uses a vector env itself, and one about an env. Raised as they are, they would
 # seem to be about the vector env that steps this env.
@@ -173,3 +175,17 @@ def _refuses(env: Any, entered: Set[CodeType]) -> bool:
     except Exception as error:  # a TypeError; others: there is no reset, or its signature is not known
         return isinstance(error, TypeError) and getattr(env.reset, "__code__", None) not in entered
     return False
+
+
+def about_error(error: BaseException, in_process: str) -> str:
+    """The sentence that says what may be done about an exception, if there is one. in_process: an option, in words."""
+    if in_process and type_name(error) == "bdb.BdbQuit":
+        return f"A debugger has no terminal in a worker: breakpoint() works with {in_process}."
+    number = error.errno if isinstance(error, OSError) else vars(error).get("errno")  # ZeroMQ's error has one, too
+    if type(number) is int and number == errno.EADDRINUSE:
+        own = "Add muster.get_worker_info().unique_index to the port, and each env has its own."
+        taken = "If the env does that, another program listens there: begin at another number, or bind port 0."
+        return f"Another env, or another program, listens there. {own} {taken}{more('problems/ports-and-devices')}"
+    if isinstance(error, SystemExit):
+        return more("tasks/restarts").strip()
+    return limit(number) if isinstance(error, OSError) and not isinstance(error, BlockingIOError) else ""

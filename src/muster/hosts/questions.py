@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from muster._core import Stepper
 from muster.envs.attributes import get_attribute, set_attribute
-from muster.errors import CannotTravel
+from muster.errors import CannotTravel, ReplayDiffers
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_states import EnvState
 from muster.hosts.failures import Failure, not_rebuilt_here, not_sent_there
@@ -43,7 +43,7 @@ class AskedHost(Protocol):
 
     envs: list[Any]
     numbers: list[int]
-    not_set: dict[int, Exception]
+    replayed: dict[int, ReplayDiffers | bool]
 
     def facts_of(self, i: int) -> EnvFacts: ...
     def seed_globals(self, seeds: Sequence[int]) -> None: ...
@@ -234,11 +234,11 @@ class Replay(EnvQuestion):
 
 
 @dataclass(eq=False)
-class WhyNotSet(EnvQuestion):
-    """Asks envs that were to be set for the ReplayDiffers with which that ended; None where it did not."""
+class HowReplayed(EnvQuestion):
+    """Asks envs that were to be set: True where that has been done, else why not; None where nothing is known of it."""
 
     def on(self, host: AskedHost, i: int) -> Any:
-        return host.not_set.pop(i, None)
+        return host.replayed.pop(i, None)
 
 
 @dataclass(eq=False)

@@ -24,6 +24,16 @@ from muster.rollout.storage import Loss, Storage
 from muster.rollout.weights import Device, to_device
 
 
+def packed_envs(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a collector with the `EnvState` of each env as a byte tensor."""
+    envs = [{**one, "state": _tensor(one["state"].to_bytes())} for one in state.get("envs", ())]
+    return {**state, "envs": envs} if envs else {**state}
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 class BatchSource(ABC):
     """An iterator of batches until `total_frames`. The arguments are those of `Collector`. Raises ConfigError.
 
@@ -167,11 +177,14 @@ class BatchSource(ABC):
         self.frames, self.batches = int(state["frames"]), int(state["batches"])
         self._trajectories.next_id = int(state["next_traj_id"])
 
-    def _with_envs(self, state: dict[str, Any], envs: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """A state to which those of the envs are added, where there are any."""
-        return (
-            state if envs is None else {**state, "envs": envs, **self._trajectories.state(), **self._episodes.state()}
-        )
+    @abstractmethod
+    def env_states(self) -> list[dict[str, Any]] | None:
+        """For each env its own part of a state; None where the next batch starts new episodes anyway."""
+
+    def going_on(self) -> dict[str, Any]:
+        """The part of a state that is of the envs, see `packed_envs`; empty where new episodes are started."""
+        envs = self.env_states()
+        return {} if envs is None else {"envs": envs, **self._trajectories.state(), **self._episodes.state()}
 
     def _load_envs(self, state: Mapping[str, Any], load: Callable[[Any], Sequence[ReplayDiffers]]) -> None:
         """Has envs go on from a state that has theirs. load: sets them, and returns the errors of those that differ."""

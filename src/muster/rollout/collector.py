@@ -26,7 +26,7 @@ from torch import Tensor
 from muster.arguments import explains_keywords
 from muster.errors import ConfigError, ReplayDiffers
 from muster.nn.turns import generators_kept, turn
-from muster.rollout.batch_source import BatchSource
+from muster.rollout.batch_source import BatchSource, packed_envs
 from muster.rollout.episodes import EPISODE_INFO
 from muster.rollout.fields import Array, Field, Key
 from muster.rollout.policies import (
@@ -320,7 +320,7 @@ class Collector(BatchSource):
         state = {**self._counters(), **self.generators()}
         if (module := module_of(self.policy)) is not None:
             state["policy"] = module.state_dict()
-        return self._with_envs(state, self.env_states()) if envs else state
+        return state | packed_envs(self.going_on()) if envs else state
 
     def generators(self) -> dict[str, Any]:
         """The states of the collector's generators."""
@@ -328,18 +328,18 @@ class Collector(BatchSource):
         return {"action_rng": self._rng.bit_generator.state, **torchs}
 
     def load_generators(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `generators`."""
+        """Goes on from `state`, which `generators` returned."""
         self._rng.bit_generator.state = state["action_rng"]
         # A state of another device has fewer or more of them: those that it lacks stay as seeded.
         for one, saved in zip(self._generators, state.get("torch_rng", ()), strict=False):
             one.set_state(saved)
 
     def env_states(self) -> list[dict[str, Any]] | None:
-        """For each env its own part of a state; None where the next batch starts new episodes anyway."""
+        """For each env its own part of a state, with an `EnvState`; None where the next batch starts new episodes."""
         return self._stepping.env_states(self._actors)
 
     def load_env_states(self, states: Sequence[Mapping[str, Any]]) -> list[ReplayDiffers]:
-        """Goes on from `env_states`; returns the errors of envs that differ, and have begun new episodes."""
+        """Goes on from `states`; returns the errors of envs that differ, and have begun new episodes."""
         differs = self._stepping.load_env_states(states, self._actors)
         return [] if differs is None else [differs]
 

@@ -27,7 +27,7 @@ from muster.pool.environment import changes_of
 from muster.pool.limits import CLOSE_S, Limits
 from muster.pool.set_up import Processes, choose_init
 from muster.recipes.recipe import Recipe
-from muster.rollout.batch_source import BatchSource
+from muster.rollout.batch_source import BatchSource, packed_envs
 from muster.rollout.cluster.node_hooks import on_nodes
 from muster.rollout.cluster.nodes import RayCluster
 from muster.rollout.collector import Collector
@@ -297,12 +297,14 @@ class MultiCollector(BatchSource):
         with as many collectors, with others by the same states. Raises UsageError for others, and without `sync`.
         """
         state = self._counters() | self._collectors.state_dict()
-        if not envs:
-            return state
+        return state | packed_envs(self.going_on()) if envs else state
+
+    def env_states(self) -> list[dict[str, Any]] | None:
+        """For each env its own part of a state, with an `EnvState`; None where the next batch starts new episodes."""
         if not (self._replayable and self._sync):
-            raise UsageError('state_dict(envs=True) needs sync=True and make_vec_options={"replayable": True}')
+            raise UsageError('states of envs need sync=True and make_vec_options={"replayable": True}')
         with self._between_batches():
-            return self._with_envs(state, self._collectors.env_states())
+            return self._collectors.env_states()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, which `state_dict` returned: where it has them, in the envs' states.

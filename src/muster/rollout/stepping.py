@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium.vector import AutoresetMode
 
 from muster.errors import ConfigError, ReplayDiffers
@@ -78,16 +77,14 @@ class Stepping:
         """For each env all that it goes on from, as plain data; None where the next storage starts new episodes."""
         if self._rows is None:
             return None
-        states = [
-            torch.frombuffer(bytearray(one.to_bytes()), dtype=torch.uint8) for one in self._envs.envs.get_states()
-        ]
+        states = self._envs.envs.get_states()
         figures = [[[*key, value] for key, value in self._figures.get(env, {}).items()] for env in range(len(states))]
         memories = [one for actor in actors for one in actor.memories()]
         columns = states, self._begins.tolist(), self._resets.tolist(), self._frames.tolist(), figures, memories
         return [dict(zip(_STATE, own, strict=True)) for own in zip(*columns, strict=True)]
 
     def load_env_states(self, states: Sequence[Mapping[str, Any]], actors: Sequence[Actor]) -> ReplayDiffers | None:
-        """Goes on from `env_states`. Returns the error where envs differ, which have begun new episodes."""
+        """Goes on from `states`, packed. Returns the error where envs differ, which have begun new episodes."""
         self._envs.drop_pending()
         kept = [EnvState.from_bytes(one["state"].numpy().tobytes()) for one in states]
         rows, differs = self._envs.set_states(kept)

@@ -59,6 +59,11 @@ class RunOptions:
         _VEC.worker_output,
         "what workers print: inherit, quiet, or a folder for logs, in the run's; not kept for a resume",
     )
+    replayable: bool | None = option(
+        None,
+        "checkpoints hold the states of envs, which a resumed run plays again by seed and actions, so that it goes on "
+        "bit for bit; None: where a trial shows that the envs can",
+    )
     device: str = option("auto", "cpu, cuda, cuda:1 or mps; auto: the GPU for images and large networks, else the CPU")
     log: tuple[str, ...] = option(
         ("csv", "tensorboard"),
@@ -175,6 +180,7 @@ class TrainingPlan:
     options: further ones of `make_vec`, as far as they are not its defaults.  run: what else the run does.
     collectors: `CollectorsOptions` as far as they are not the defaults; empty where workers step the envs.
     given: the options that the user has named anew; the folder of a run that goes on holds the others.
+    not_replayed: why a trial has found that the envs cannot be.
     """
 
     env: Any
@@ -187,6 +193,7 @@ class TrainingPlan:
     collectors: Mapping[str, Any] = field(default_factory=dict)
     policy: Any = None
     given: Collection[str] = ()
+    not_replayed: str = ""
 
     def __post_init__(self) -> None:
         columns = [reported(name) for name in self.config.episode_info or ()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,7 +78,8 @@ def start_algorithm(plan: TrainingPlan) -> Iterator[OnPolicy[Any]]:
         return
     if plan.run.worker_output != INHERIT:
         raise ConfigError("worker_output", "left out with collectors", plan.run.worker_output)
-    collectors = {**plan.options, **plan.collectors, "make_vec_options": recipe_of(plan, {})}
+    of_envs = {**recipe_of(plan, {}), "replayable": bool(plan.run.replayable)}
+    collectors = {**plan.options, **plan.collectors, "make_vec_options": of_envs}
     nodes, folder = collectors.pop("nodes", None), collectors.pop("working_dir", None)
     if "cluster" in collectors:
         collectors["cluster"] = RayCluster(nodes=nodes, runtime_env={"working_dir": folder} if folder else None)
@@ -205,6 +207,13 @@ def _print_header(ppo: OnPolicy[Any], plan: TrainingPlan, console: Console, *, r
     )
     if sees := getattr(ppo, "critic_sees", ""):
         console.print(escape(sees))
+    if plan.run.replayable:
+        console.print(
+            "[dim]Checkpoints hold the states of envs: a resumed run plays their episodes again, and goes on bit for "
+            "bit. Where steps have effects outside: --no-replayable[/]"
+        )
+    elif plan.not_replayed:
+        console.print(f"[dim]A resumed run will begin new episodes: {escape(plan.not_replayed)}[/]")
     if ppo.schedule.began_again:
         rate = ppo.schedule.at(ppo.steps).learning_rate
         console.print(
@@ -278,8 +287,11 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
         if lost := folder.begin_again():
             console.print(f"It begins again, as there is no state to go on from. Its rows so far are in {lost}")
         return 0.0
-    with reading(folder.checkpoint_path):
+    with reading(folder.checkpoint_path), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
+    for one in said:  # of envs that cannot go on
+        console.print(f"[yellow]{escape(str(one.message))}[/]")
     if ppo.steps < 0:
         raise UsageError(f"{folder.checkpoint_path} is that of no run: its steps are {ppo.steps}")
     if later := states_after(folder.path, ppo.steps):

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import gymnasium as gym
 
 from muster.arguments import fields_of, option
-from muster.errors import ConfigError
+from muster.errors import ConfigError, UsageError
 from muster.extras import imports_for, require
 from muster.introspection import type_name
 from muster.pool.output import INHERIT, QUIET
@@ -35,7 +36,7 @@ with imports_for(
     from muster.training.picture import learning_curve
     from muster.training.plan import PARTS, RunOptions, TrainingPlan, makers_of, options_of, plan_of
     from muster.training.presets import preset_of
-    from muster.training.run_envs import FOR_SEVERAL
+    from muster.training.run_envs import FOR_SEVERAL, RunEnvs, replay_problem
     from muster.training.run_folder import read_columns, require_local
     from muster.training.run_policy import RunPolicy
     from muster.training.runs import film_run
@@ -256,14 +257,25 @@ def order_of(values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingO
     alone |= {"env_kwargs": dict(options.env_kwargs), "wrappers": plan.around, "autoreset_mode": "same_step"}
     if run.worker_output != INHERIT:  # the run has no folder yet
         alone["worker_output"] = QUIET
-    with make_vec(plan.made_from, 1, **alone) as probe:  # its spaces decide, too
-        preset = preset_of(probe, values["env"])
+    with _probe(plan, alone) as probe:
+        preset = preset_of(probe, values["env"])  # its spaces decide, too
+        if run.replayable is None:
+            problem = replay_problem(probe)
+            plan = replace(plan, run=replace(run, replayable=not problem), not_replayed=problem)
     if not preset.agents and (of_agents := [name for name in fields_of(AgentsOptions) if name in values]):
         expected = f"left out, as it is for envs with agents, and {options.env} has one agent alone"
         raise ConfigError(of_agents[0], expected, values[of_agents[0]])
     kind = MAPPOConfig if preset.agents else PPOConfig
     plan = replace(plan, config=options_of(kind, {**preset.config, **values}), preset=preset.name)
     return TrainingOrder(plan, options)
+
+
+def _probe(plan: TrainingPlan, options: Mapping[str, Any]) -> RunEnvs:
+    """One of the plan's envs, with states where it can have them."""
+    if plan.run.replayable is None:
+        with suppress(ConfigError, UsageError):
+            return make_vec(plan.made_from, 1, replayable=True, **options)
+    return make_vec(plan.made_from, 1, **options)
 
 
 def _to_go_on(options: TrainOptions, values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingOrder:

@@ -98,7 +98,7 @@ def assemble(
         replaying: Replaying | None = None
         if options.replayable:
             kept = Kept(backend.numbers, backend.pack) if recovery is None else recovery.kept
-            replaying = Replaying(backend, facts[0], options.autoreset_mode, kept)
+            replaying = Replaying(backend, options.autoreset_mode, kept)
         return Assembled(backend, parts, options, facts[0], spaces, writer, InfoReader(columns), recovery, replaying)
     except BaseException:
         backend.close(AT_ONCE)

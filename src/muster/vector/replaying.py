@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,9 @@ from muster.backends.base import Backend
 from muster.backends.recovery import Recovery
 from muster.errors import ConfigError, PendingError, ReplayDiffers, UsageError, WrongType
 from muster.hosts.env_facts import EnvFacts
-from muster.hosts.env_states import NONE, EnvState, digests_of
-from muster.hosts.questions import EnvQuestion, Kept, Replay, WhyNotSet
-from muster.introspection import callable_name
-from muster.pickling import is_plain
-from muster.recipes.recipe import Recipe
+from muster.hosts.env_states import MOST_OPTIONS, NONE, EnvState, digests_of
+from muster.hosts.questions import EnvQuestion, HowReplayed, Kept, Replay
+from muster.recipes.likeness import likeness
 from muster.spaces.tree import Array, SpaceNode
 from muster.transport.infos import Infos
 from muster.vector import checks
@@ -36,15 +34,15 @@ from muster.vector import checks
 class Replaying:
     """The part of a vector env that makes states of its envs. kept: what envs that are built anew are asked again."""
 
-    def __init__(self, backend: Backend, facts: EnvFacts, mode: AutoresetMode, kept: Kept) -> None:
+    def __init__(self, backend: Backend, mode: AutoresetMode, kept: Kept) -> None:
         self._backend, self._mode, self.kept = backend, mode, kept
-        slab, num_envs = backend.slab, backend.slab.plan.num_envs
-        self._records, self._episodes = slab.records, slab.episodes
+        self._slab, self._caller = slab, caller = backend.slab, backend.caller
         self._row_bytes = sum(leaf.row_bytes for leaf in slab.plan.action.leaves)
-        self._recipes = [_about(recipe, facts, slab.plan.obs, slab.plan.action) for recipe in backend.recipes]
-        self._options = [(-1, NONE)] * num_envs  # of the last reset, and its episode
-        self._episodes[:, 0] = np.random.SeedSequence().generate_state(num_envs, np.uint64) >> np.uint64(1)
-        backend.caller.keep_actions(slab.actions.arrays)
+        spaces = [*_layout(slab.plan.obs), *_layout(slab.plan.action)]
+        self._recipes = [f"{one.name} ({_digest([likeness(one), *spaces])})" for one in backend.recipes]
+        self._options = [(-1, NONE)] * slab.plan.num_envs  # of the last reset, and its episode
+        slab.episodes[:, 0] = np.random.SeedSequence().generate_state(slab.plan.num_envs, np.uint64)
+        caller.keep_actions(slab.actions.arrays)
 
     def answers_to(self, question: EnvQuestion) -> list[Any]:
         """As `Backend.answers_to`; envs that are built anew are asked again."""
@@ -55,26 +53,35 @@ class Replaying:
         text = _as_json(options)
         for env, seed in zip(ids.tolist(), seeds, strict=True):
             if seed is not None:
-                self._episodes[env] = seed % 2**63, 0
-            self._options[env] = int(self._episodes[env, 1]), text
+                self._slab.episodes[env] = seed % 2**64, 0
+            self._options[env] = int(self._slab.episodes[env, 1]), text
 
     def state(self, env: int) -> EnvState:
-        """The state of an env that owes no answer. Raises UsageError where it has none."""
-        record, (seed, begun) = self._records[env], self._episodes[env].tolist()
-        if self._backend.caller.is_pending(env):
+        """The state of an env. Raises PendingError where it owes an answer, UsageError where it has none."""
+        record, (seed, begun) = self._slab.records[env], self._slab.episodes[env].tolist()
+        if self._caller.is_pending(env):
             raise PendingError(f"get_states: env {env} still owes an answer to an earlier call; take it with recv()")
         if not begun:
             raise UsageError(f"get_states: env {env} has not been reset; call reset() first")
         begins = bool(record["episode_over"] and not record["needs_reset"])  # same_step: within the last step
-        steps, total = (0, 0.0) if begins else (int(record["episode_length"]), float(record["episode_return"]))
-        actions = self._backend.caller.actions_of(env)
-        if record["status"] != Status.OK or len(actions) != steps * self._row_bytes:
-            raise UsageError(f"get_states: the last row of env {env} is of a failure, not of a step; step it once more")
+        steps = 0 if begins else int(record["episode_length"])
+        actions, is_over = self._caller.actions_of(env), bool(record["needs_reset"])
+        if record["status"] != Status.OK or len(actions) != steps * self._row_bytes or (is_over and not steps):
+            raise UsageError(
+                f"get_states: env {env} has raised or was replaced in this episode, which cannot be played again; it "
+                "has a state once it is reset"
+            )
         at, options = self._options[env]
         return EnvState(
-            self._recipes[env],
-            *(seed, begun - 1, options if at == begun - 1 else NONE, steps, actions, bool(record["needs_reset"])),
-            *(total, digests_of(self._backend.slab.obs.arrays, env)),
+            recipe=self._recipes[env],
+            seed=seed,
+            episode=begun - 1,
+            options=options if at == begun - 1 else NONE,
+            steps=steps,
+            actions=actions,
+            is_over=is_over,
+            episode_return=0.0 if begins else float(record["episode_return"]),
+            digests=digests_of(self._slab.obs.arrays, env),
         )
 
     def to_set(self, states: Any, ids: Array) -> dict[int, EnvState]:
@@ -89,43 +96,27 @@ class Replaying:
                     f"set_states: states[{k}] is of the env {state.recipe}, and env {env} is {self._recipes[env]}: its "
                     "arguments or its spaces are others, or this is another env"
                 )
-            if len(state.actions) != state.steps * self._row_bytes:
+            arrays = len(self._slab.plan.obs.leaves)
+            if len(state.actions) != state.steps * self._row_bytes or len(state.digests) != arrays:
                 raise UsageError(
-                    f"set_states: states[{k}] has {len(state.actions)} bytes of actions, expected {state.steps} times "
-                    f"{self._row_bytes}"
+                    f"set_states: states[{k}] has {len(state.actions)} bytes of actions and digests of "
+                    f"{len(state.digests)} arrays, expected {state.steps} times {self._row_bytes} bytes, and {arrays}"
                 )
-            if len(state.digests) != len(self._backend.slab.plan.obs.leaves):
-                raise UsageError(f"set_states: states[{k}] has digests of {len(state.digests)} arrays, not of all")
-        return dict(zip(ids.tolist(), map(self._with_row, states), strict=True))
+            with _readable(f"set_states: the options of states[{k}]"):
+                json.loads(state.options)
+        return dict(zip(ids.tolist(), states, strict=True))
 
-    def _with_row(self, state: EnvState) -> EnvState:
-        """The state itself; in same_step, where the end of an episode has no row of its own, the start of the next."""
-        if not (state.is_over and self._mode is AutoresetMode.SAME_STEP):
-            return state
-        return EnvState(state.recipe, state.seed, state.episode + 1, NONE, 0, b"", False, 0.0, ())
-
-    def begin_setting(self, states: dict[int, EnvState]) -> None:
+    def set_all(self, states: dict[int, EnvState]) -> None:
         """Sends envs their states; they are pending then."""
         numbers = {env: self._backend.numbers[env] for env in states}
         for env, state in states.items():
             self._options[env] = state.episode, state.options
         self._backend.ask(Replay({numbers[env]: one for env, one in states.items()}, self.kept.of(numbers.values())))
 
-    def not_set(self, states: dict[int, EnvState]) -> list[int]:
-        """The envs that have not come to their states. Notes the actions behind the states of the others."""
-        missed = []
-        for env, state in states.items():
-            came = self._episodes[env].tolist() == [state.seed, state.episode + 1]
-            if came and self._records["episode_length"][env] == state.steps:
-                self._backend.caller.set_actions(env, state.actions)
-            else:
-                missed.append(env)
-        return missed
-
-    def why(self, env: int, state: EnvState, answer: ReplayDiffers | None) -> ReplayDiffers:
-        """The error for an env that has not come to a state. answer: its own; None from a worker that is new."""
-        replaced = "its worker", "one that goes on", "replaced meanwhile"
-        return answer or ReplayDiffers(self._backend.numbers[env], state.episode, state.steps, *replaced)
+    def note(self, env: int, state: EnvState) -> None:
+        """Notes that an env has come to a state."""
+        if not (state.is_over and self._mode is AutoresetMode.SAME_STEP):  # it has begun the next episode
+            self._caller.set_actions(env, state.actions)
 
 
 class EnvsWithStates:
@@ -134,6 +125,7 @@ class EnvsWithStates:
     num_envs: int
     _replaying: Replaying | None
     _recovery: Recovery | None
+    _backend: Backend
     _caller: Caller
     _all: Array
     require_idle: Callable[[str], None]
@@ -173,19 +165,30 @@ class EnvsWithStates:
         self.require_idle("set_states")
         ids = self._all if env_ids is None else checks.env_ids_of(env_ids, self.num_envs)
         by_env = replaying.to_set(states, ids)
-        if self._recovery is not None:
-            self._recovery.seeds_for_reset(ids, [None] * len(ids), None)
         for is_last in (False, True):  # for a worker that has died, and is noticed now
-            replaying.begin_setting(by_env)
+            if self._recovery is not None:
+                self._recovery.seeds_for_reset(ids, [None] * len(ids), None)
+            replaying.set_all(by_env)
             result = self.reset_wait()
-            if not (missed := replaying.not_set(by_env)):
+            errors = self._not_set(replaying, by_env)
+            if not errors:
                 return result
-            answers = self.answers_to(WhyNotSet())
-            if is_last or any(answers):
+            if is_last or any(one.expected is not None for one in errors):
                 break
-        errors = [replaying.why(env, by_env[env], answers[env]) for env in missed]
         errors[0].was_reset, errors[0].result = tuple(one.env_index for one in errors), result
         raise errors[0]
+
+    def _not_set(self, replaying: Replaying, states: dict[int, EnvState]) -> list[ReplayDiffers]:
+        """The errors of envs that have not come to their states."""
+        errors, answers = [], self.answers_to(HowReplayed())
+        for env, state in states.items():
+            if answers[env] is True:
+                replaying.note(env, state)
+            else:
+                number, died = self._backend.numbers[env], "its worker ended meanwhile, and was replaced"
+                unknown = ReplayDiffers(number, state.episode, state.steps, False, died)
+                errors.append(answers[env] if isinstance(answers[env], ReplayDiffers) else unknown)
+        return errors
 
     def _states_of(self, verb: str) -> Replaying:
         self._caller.require_open()
@@ -207,25 +210,28 @@ def require_replayable(facts: Sequence[EnvFacts], actions: SpaceNode) -> None:
         )
 
 
-def _about(recipe: Recipe, facts: EnvFacts, obs: SpaceNode, actions: SpaceNode) -> str:
-    """A name for the env that a recipe builds: equal for envs that states can be exchanged between."""
-    kwargs = {**getattr(facts.spec, "kwargs", {}), **recipe.kwargs}
-    plain = sorted((name, repr(kwargs[name])) for name in {*kwargs} - {"render_mode"} if is_plain(kwargs[name]))
-    limit = getattr(facts.spec, "max_episode_steps", None)
-    parts = plain, limit, [*map(callable_name, recipe.wrappers)], _layout(obs), _layout(actions)
-    text = re.sub(" at 0x[0-9a-f]+", "", repr(parts))  # of a function, in the space of MiniGrid's missions
-    return f"{recipe.name} ({hashlib.blake2b(text.encode(), digest_size=6).hexdigest()})"
-
-
 def _layout(node: SpaceNode) -> list[str]:
-    return [repr(node.space), *(f"{leaf.path} {leaf.dtype} {leaf.shape}" for leaf in node.leaves)]
+    space = re.sub(" at 0x[0-9a-f]+", "", repr(node.space))  # of a function, in the space of MiniGrid's missions
+    return [space, *(f"{leaf.path} {leaf.dtype} {leaf.shape}" for leaf in node.leaves)]
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
 
 
 def _as_json(options: Any) -> str:
     with contextlib.suppress(TypeError, ValueError, RecursionError):
-        if json.loads(text := json.dumps(options)) == options:
+        if json.loads(text := json.dumps(options)) == options and len(text) <= MOST_OPTIONS:
             return text
     raise UsageError(
-        f"with replayable=True the options of a reset are kept in states, so they have to be what JSON has: dicts by "
-        f"str, lists, numbers, str, bool and None; got {options!r:.200}"
+        f"with replayable=True the options of a reset are kept in states, so they have to be what JSON has, in at most "
+        f"{MOST_OPTIONS} characters: dicts by str, lists, numbers, str, bool and None; got {options!r:.200}"
     )
+
+
+@contextlib.contextmanager
+def _readable(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{what} are no JSON: {error}") from error
