@@ -17,6 +17,7 @@ from gymnasium import spaces
 import muster
 from envs import Scripted
 from muster.errors import ConfigError, WorkerDied
+from processes import kill_worker
 from slow import slow
 
 QUIET, CRASH, FLOOD = 0, 1, 2
@@ -75,6 +76,26 @@ def test_a_log_is_begun_anew_where_it_is_long(tmp_path: Path) -> None:
     assert (tmp_path / "worker-0.log").read_text() == "stepped\n"
 
 
+def test_a_log_that_was_removed_does_not_grow_without_end(tmp_path: Path) -> None:
+    with muster.make_vec(Talking, 1, worker_output=tmp_path) as envs:
+        envs.reset()
+        (tmp_path / "worker-0.log").unlink()
+        envs.step([FLOOD])
+        log = Path(f"/proc/{envs.stats()['workers'][0]['pid']}/fd/1")
+        while log.stat().st_size:
+            time.sleep(0.05)
+
+
+def test_a_start_begins_a_line_of_the_log(tmp_path: Path) -> None:
+    with muster.make_vec(Talking, 1, worker_output=tmp_path, on_failure="restart") as envs:
+        envs.reset()
+        envs.call(lambda env, index: os.write(1, b"no end"))
+        kill_worker(envs, 0)
+        envs.step([0])
+    lines = (tmp_path / "worker-0.log").read_text().splitlines()
+    assert sum(line.startswith("---") for line in lines) == 2
+
+
 @pytest.mark.parametrize("output", ["inherit", "quiet", "FOLDER"])
 def test_last_words_are_the_same(output: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with muster.make_vec(Talking, 1, worker_output=output.replace("FOLDER", str(tmp_path))) as envs:
@@ -98,7 +119,7 @@ def test_a_full_disk_costs_the_log_and_one_warning(tmp_path: Path, caplog: pytes
     assert lines == ["/dev/full: No space left on device; what that worker prints is lost"]
 
 
-@pytest.mark.parametrize("wrong", ["/etc/hostname", "/proc/none", "s3://bucket/logs", "", 5])
+@pytest.mark.parametrize("wrong", ["/etc/hostname", "/sys", "s3://bucket/logs", "", 5, "/tmp/\ud800"])
 def test_a_folder_that_cannot_be_written_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match='worker_output must be "inherit", "quiet" or a folder'):
         muster.make_vec(Talking, 1, worker_output=wrong)

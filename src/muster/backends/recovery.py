@@ -170,6 +170,8 @@ class Recovery:
         if restart is None:
             ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
             restart = _Restart(reason, not (was_reset or ended), self._options[env] if was_reset else None)
+        elif died and not restart.reason:  # of a worker that was recycled, whose successor has failed
+            restart = replace(restart, reason=reason)
         elif lost is not None:
             restart = replace(restart, reason=f"{restart.reason}; {reason}")
         self._caller.ask_again(env)

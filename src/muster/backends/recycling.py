@@ -62,6 +62,7 @@ class Recycling:
         self._records, self._caller = backend.slab.records, backend.caller
         self._before = [(0, 0)] * backend.num_workers  # resets and steps of the workers before
         self._due: dict[int, str] = {}
+        self._unweighed = {*range(backend.num_workers)} if "memory_bytes" in after else set()
         self._started: set[int] = set()  # by this, and perhaps not ready
         self._look_at, self._has_warned = 0.0, False
 
@@ -69,21 +70,25 @@ class Recycling:
         """Notes that a worker is followed by another one."""
         self._before[host] = self._counts(host)
         self._due.pop(host, None)
+        self._unweighed |= {host} if "memory_bytes" in self._after else set()
 
     def look(self, ids: Collection[int], *, resets: bool) -> None:
         """Replaces what is due, before something is sent to the envs `ids`. resets: whether they are reset."""
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_S
             self._find_due()
+        for host in [*self._unweighed]:
+            self._weigh(host)
         for host, reason in [*self._due.items()]:
             self._started = {one for one in self._started if self._backend.ready_at(one) is None}
             if len(self._started) >= self._most:
                 return
             envs = self._envs_of(host)
-            begin = [env for env in envs if (resets and env in ids) or self._begins_episode(env)]
+            are_reset = [env for env in envs if resets and env in ids]
+            begin = [env for env in envs if env in are_reset or self._begins_episode(env)]
             if begin and not any(map(self._caller.is_pending, envs)):
                 self._started.add(host)
-                self._lose(host, envs, reason, () if self._mode is AutoresetMode.SAME_STEP and not resets else begin)
+                self._lose(host, envs, reason, are_reset if self._mode is AutoresetMode.SAME_STEP else begin)
                 self.begins(host)
 
     def _begins_episode(self, env: int) -> bool:
@@ -95,13 +100,19 @@ class Recycling:
             if host in self._due or (ready_at := self._backend.ready_at(host)) is None:
                 continue
             episodes, steps = (now - then for now, then in zip(self._counts(host), self._before[host], strict=True))
-            pid, at_start = processes[host]
+            pid, _ = processes[host]
             if reason := worn_out(self._after, episodes, steps, watched_s() - ready_at, pid):
                 self._due[host] = reason
-                if said := held_at_start(self._after, at_start):
-                    self._warn(host, said)
 
-    def _warn(self, host: int, said: str) -> None:
+    def _weigh(self, host: int) -> None:
+        """Counts a worker as failed that holds too much once its envs are reset: replacing it does not help."""
+        if self._backend.ready_at(host) is None or self._counts(host)[0] == self._before[host][0]:
+            return
+        self._unweighed.discard(host)
+        pid, most = self._backend.processes()[host][0], self._after["memory_bytes"]
+        if (held := held_by(pid, most)) < most:
+            return
+        said = f"held {held:,} bytes after its first reset, with recycle_after={dict(self._after)}"
         if not self._has_warned:
             self._has_warned = True
             name = self._backend.nouns.name(host, self._envs_of(host))

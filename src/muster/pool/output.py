@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -33,11 +34,10 @@ def checked_output(value: Any) -> str:
     folder = Path(named).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("worker_output", f"{expected} ({error.strerror})", value) from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError("worker_output", expected, value)
-    return str(folder)
+        with tempfile.TemporaryFile(dir=folder):  # the root of all users may write where nothing can be made
+            return str(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError("worker_output", f"{expected} ({getattr(error, 'strerror', error)})", value) from None
 
 
 def open_output(output: str, name: str) -> int:
@@ -52,8 +52,11 @@ def open_output(output: str, name: str) -> int:
 
 def head_log(fd: int, about: str) -> None:
     """Begins a worker's part of its log. about: the worker, and why it is started; of that the first line."""
-    with contextlib.suppress(OSError):  # the worker warns of a disk that is full
-        os.write(fd, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {about.splitlines()[0]}\n".encode())
+    line = f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {about.splitlines()[0]}\n".encode()
+    with contextlib.suppress(OSError), open(f"/proc/self/fd/{fd}", "rb") as log:  # the worker warns of a full disk
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(0, size - 1))
+        os.write(fd, (b"\n" if log.read(1) not in (b"", b"\n") else b"") + line)
 
 
 class _Stream(io.FileIO):
@@ -87,12 +90,18 @@ def take_output(output: str) -> None:
 
 
 def _turn_over(log: int) -> None:
-    path = os.readlink(f"/proc/self/fd/{log}")
+    here = f"/proc/self/fd/{log}"  # also where the file has been removed, or moved, since
+    path = os.readlink(here)
     while True:
         time.sleep(_LOOK_S)
-        with contextlib.suppress(OSError):
-            if os.fstat(log).st_size > MOST_BYTES:
-                with open(path, "rb") as written, open(f"{path}.1", "wb", buffering=0) as kept:
-                    while part := written.read(1 << 20):  # to the end of what is written meanwhile
-                        kept.write(part)
-                    os.ftruncate(log, 0)
+        if (size := os.fstat(log).st_size) > MOST_BYTES:
+            with (
+                contextlib.suppress(OSError),
+                open(here, "rb") as written,
+                open(f"{path}.1", "wb", buffering=0) as kept,
+            ):
+                # To the end of what is written meanwhile, unless that is as fast.
+                while written.tell() < size + MOST_BYTES and (part := written.read(1 << 20)):
+                    kept.write(part)
+            with contextlib.suppress(OSError):
+                os.ftruncate(log, 0)

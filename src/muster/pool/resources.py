@@ -141,9 +141,7 @@ def usage_of(pid: int | None, *, private: bool = False) -> Usage:
 
 def anonymous_bytes(pid: int) -> int | None:
     """Bytes of memory of process `pid` that belong to no file; None where it has ended, or the kernel does not say."""
-    lines = (line.split() for line in read_text(Path(f"/proc/{pid}/status")).splitlines())
-    held = [int(words[1]) * 1024 for words in lines if words and words[0] in ("RssAnon:", "VmSwap:")]
-    return sum(held) if held else None
+    return _kilobytes(f"/proc/{pid}/status", "RssAnon:", "VmSwap:")
 
 
 def figures(pid: int | None, start: Usage) -> dict[str, int | None]:
@@ -206,20 +204,21 @@ def _children(pid: int, thread: str) -> list[str]:
 
 def private_bytes(pid: int) -> int | None:
     """Bytes of memory that only process `pid` holds; None where it has ended, or the kernel does not say."""
-    private = [
-        int(line.split()[1]) * 1024
-        for line in read_text(Path(f"/proc/{pid}/smaps_rollup")).splitlines()
-        if line.startswith("Private_")
-    ]
-    return sum(private) if private else None
+    return _kilobytes(f"/proc/{pid}/smaps_rollup", "Private_")
+
+
+def _kilobytes(path: str, *names: str) -> int | None:
+    """The sum, in bytes, of lines that begin so; None without."""
+    found = [int(line.split()[1]) * 1024 for line in read_text(Path(path)).splitlines() if line.startswith(names)]
+    return sum(found) if found else None
 
 
 def held_by(pid: int | None, least: float) -> int:
     """Bytes of memory that only process `pid` and those that it has started hold; 0 where that is below `least`.
 
-    Walks page tables, which takes a while, only where these processes have so much that belongs to no file.
+    Walks page tables, which takes a while, only where these processes have so much in memory.
     """
-    if pid is None or (_of_all(pid, anonymous_bytes) or 0) < least:
+    if pid is None or (_of_all(pid, lambda one: _kilobytes(f"/proc/{one}/status", "VmRSS:")) or 0) < least:
         return 0
     return _of_all(pid, private_bytes) or 0
 

@@ -76,8 +76,6 @@ def start_algorithm(plan: TrainingPlan) -> Iterator[OnPolicy[Any]]:
         with open_run_envs(plan) as envs:
             yield kind(envs, **besides)
         return
-    if plan.run.worker_output != INHERIT:
-        raise ConfigError("worker_output", "left out with collectors", plan.run.worker_output)
     of_envs = {**recipe_of(plan, {}), "replayable": bool(plan.run.replayable)}
     collectors = {**plan.options, **plan.collectors, "make_vec_options": of_envs}
     nodes, folder = collectors.pop("nodes", None), collectors.pop("working_dir", None)
@@ -106,6 +104,8 @@ def train(
             console.print(escape(done))
             return Ended([run_dir], None)
         facts_in(run_dir, plan.config)  # there is memory for its networks
+    if plan.collectors and plan.run.worker_output != INHERIT:
+        raise ConfigError("worker_output", "left out with collectors", plan.run.worker_output)
     origin, others = None if resume else plan.run.init_from, own_runs()
     begin = partial(new_folder, Path("runs"), f"{plan.name}-seed{plan.config.seed}")
     if run_dir is None and plan.run.logs_in_run:

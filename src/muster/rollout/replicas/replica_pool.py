@@ -305,7 +305,9 @@ class ReplicaPool:
 
     def _order(self, places: Sequence[int]) -> None:
         """Has idle places collect. One that was lost while it was idle begins with the next batch."""
-        if self._plan.limits.recycle_after is not None:
+        if self._plan.limits.recycle_after is not None and isinstance(
+            self._pool, Pool
+        ):  # nodes have pools of their own
             self._recycle(places, self._plan.limits.recycle_after)
         orders = self._carrier.orders(places, self._afresh)
         asked = {k: order for k, order in orders.items() if k not in self._hooks.reasons}
@@ -321,9 +323,9 @@ class ReplicaPool:
         for k in [k for k in places if k in hooks.ended]:
             pool.replace(k, hooks.due[k], hooks.recycle(k), self._plan.close_limits)
         ready = [(at, k) for k in places if k not in hooks.due and (at := pool.ready_at(k)) is not None]
-        processes = pool.processes()
+        starting, processes = sum(pool.ready_at(k) is None for k in self._places), pool.processes()
         for at, k in sorted(ready):  # the oldest first: none is passed over
-            if len(hooks.due) >= (self._plan.limits.max_concurrent_starts or 1):
+            if len(hooks.due) + starting >= (self._plan.limits.max_concurrent_starts or 1):
                 return
             steps, resets, _ = hooks.counts[k].tolist()
             pid, at_start = processes[k]
