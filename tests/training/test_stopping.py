@@ -56,7 +56,8 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def states_of(folder: Path, last_step: int) -> dict[int, dict[str, Any]]:
     """The state after each iteration of the same run, never interrupted, by its steps."""
     config = plan_of(folder).config
-    with muster.make_vec("CartPole-v1", config.num_envs, backend="serial", autoreset_mode="same_step") as envs:
+    options: dict[str, Any] = {"backend": "serial", "autoreset_mode": "same_step", "replayable": True}
+    with muster.make_vec("CartPole-v1", config.num_envs, **options) as envs:
         ppo = PPO(envs, config)
         states = {0: ppo.state_dict()}
         while ppo.steps < last_step:

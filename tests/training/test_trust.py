@@ -31,7 +31,7 @@ HARMLESS = (
     "make_vec.step_timeout make_vec.close_timeout make_vec.on_failure make_vec.max_restarts make_vec.memory_check "
     "collectors.num_collectors collectors.nodes collectors.collect_timeout collectors.preemptive_threshold "
     "collectors.threads_per_collector run.eval_every run.eval_episodes run.checkpoint_every run.keep run.init_from "
-    "with spaces"
+    "run.replayable with spaces"
 )
 SIZE = ("--num-envs=2", "--num-steps=16", "--num-minibatches=1", "--update-epochs=1", "--backend=serial")
 OWN = "from pathlib import Path\nPath(__file__).with_name('imported').touch()\n"

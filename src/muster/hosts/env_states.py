@@ -23,7 +23,7 @@ from muster.worker_info import seeds_of_envs
 NONE = "null"  # no options, as JSON
 _VERSION = 1
 MOST_OPTIONS = 1 << 19
-_MOST_BYTES = 1 << 30  # of actions
+_MOST_BYTES = 1 << 28  # of actions
 _HEADER_BYTES = 1 << 20
 _KINDS = {"recipe": str, "options": str, "seed": int, "episode": int, "steps": int, "actions": bytes}
 _KINDS |= {"is_over": bool, "episode_return": float, "digests": tuple}

@@ -121,7 +121,7 @@ def train(
         ):
             # A rate that the user has given anew; without, the rate that the run had reached.
             rate = plan.config.learning_rate if "learning_rate" in plan.given else None
-            before_s = _load(ppo, folder, console, rate) if resume else 0.0
+            before_s = _load(ppo, plan, folder, console, rate) if resume else 0.0
             if anew is not None:  # before the config: who resumes does not read the other run
                 Checkpoints(folder, steps=0).save(ppo, now=True)
             config = {**plan.to_dict(), "spaces": plain_of(ppo.facts)}  # so that `load_policy` needs no env
@@ -278,7 +278,9 @@ def film_run(policy: RunPolicy, console: Console, path: Path, *, seed: int, max_
         console.print("It stays here: to send it to wandb, where the folder has the run logged, say --trust.")
 
 
-def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate: float | None) -> float:
+def _load(
+    ppo: OnPolicy[Any], plan: TrainingPlan, folder: RunFolder, console: Console, learning_rate: float | None
+) -> float:
     """Loads the state that the run in ``folder`` had reached; returns the seconds that the run had taken until then.
 
     A run that was killed before its first checkpoint had reached nothing.
@@ -289,8 +291,19 @@ def _load(ppo: OnPolicy[Any], folder: RunFolder, console: Console, learning_rate
         return 0.0
     with reading(folder.checkpoint_path), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        ppo.load_state_dict(read_checkpoint(folder.path), learning_rate=learning_rate)
-    for one in said:  # of envs that cannot go on
+        state = read_checkpoint(folder.path)
+        try:
+            ppo.load_state_dict(state, learning_rate=learning_rate)
+        except UsageError as error:
+            if "envs" not in state["collector"] or not plan.run.replayable:
+                raise
+            if isinstance(plan.env, str):
+                error.add_note("To go on in new episodes: muster train --no-replayable, or replayable=False")
+                raise
+            warnings.warn(f"New episodes begin: {error.headline}", stacklevel=1)  # of an env that has no name
+            del state["collector"]["envs"]
+            ppo.load_state_dict(state, learning_rate=learning_rate)
+    for one in said:
         console.print(f"[yellow]{escape(str(one.message))}[/]")
     if ppo.steps < 0:
         raise UsageError(f"{folder.checkpoint_path} is that of no run: its steps are {ppo.steps}")
