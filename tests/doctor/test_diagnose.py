@@ -24,7 +24,7 @@ from muster.doctor import Diagnosis, Finding, Measurements, trials
 from muster.doctor.advice import Candidate, Verdict, candidates, name_of_spec, spec_of, unbuildable
 from muster.doctor.diagnosing import Subject, pick, try_contexts, try_lines
 from muster.doctor.diagnosing import _source as source_of
-from muster.doctor.findings import about_behaviour, about_pair, about_replay, about_start_methods
+from muster.doctor.findings import about_behaviour, about_pair, about_replay, about_start_methods, about_states
 from muster.doctor.fixes import NO_FIX
 from muster.envs import resolve_foreign_id
 from muster.hosts.trial import STARTING, TrialOutcome, Trials, pack_for_trials
@@ -71,7 +71,7 @@ def healthy() -> Diagnosis:
 
 def test_a_healthy_env_gets_a_line_that_runs(healthy):
     assert not healthy.blocks
-    topics = ("travel", "start methods", "API", "seeds", "isolation")
+    topics = ("travel", "start methods", "API", "seeds", "states", "isolation")
     assert all(found(healthy, topic, "good") for topic in topics), str(healthy)
     advice = healthy.recommendation
     names = {"muster": muster, "make_patient": make_patient}
@@ -179,7 +179,7 @@ def behave(trait: str, timeout_s: float = 20.0) -> list[Finding]:
     if "rows" not in first.results:
         return about_behaviour(first)
     again = try_out(trials.replay, trait, timeout_s, hash_seed=2, rows=first.results["rows"])
-    return about_behaviour(first) + about_replay(first, again)
+    return about_behaviour(first) + about_replay(first, again) + about_states(first, again, alone=False)
 
 
 @pytest.mark.parametrize(
@@ -206,11 +206,16 @@ def test_every_early_end_is_told(trait, words):
 
 
 @pytest.mark.parametrize(
-    ("trait", "words"),
-    [("unseeded", "when the same env is reset to it again"), ("hash order", "in another process")],
+    ("trait", "words", "where"),
+    [
+        ("unseeded", "when the same env is reset to it again", "once it was used and in a fresh env"),
+        ("hash order", "in another process", "in a fresh env"),
+    ],
 )
-def test_what_does_not_repeat_itself_is_found(trait, words):
-    assert [one for one in behave(trait) if (one.topic, one.severity) == ("seeds", "warns") and words in one.text]
+def test_what_does_not_repeat_itself_is_found(trait, words, where):
+    found = behave(trait)
+    assert [one.severity for one in found if one.topic == "states" and where in one.text] == ["note"]
+    assert [one for one in found if (one.topic, one.severity) == ("seeds", "warns") and words in one.text]
 
 
 def test_steps_that_take_long_now_and_then_are_found():
@@ -232,6 +237,7 @@ def test_envs_that_must_be_alone_in_a_process_are_found_by_trial():
     assert not diagnosis.blocks
     assert "one_env_per_process=True" in diagnosis.recommendation.line
     assert diagnosis.recommendation.num_workers == 3
+    assert "in a process of its own" in text_of(diagnosis, "states", "good")
 
 
 def test_envs_that_disturb_each_other_are_found_by_trial():

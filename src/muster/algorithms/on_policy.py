@@ -204,7 +204,7 @@ class OnPolicy(ABC, Generic[M]):
         return {**state, "collector": packed_envs(state["collector"])}
 
     def _carried(self) -> dict[str, Any]:
-        """What is carried from rollout to rollout within episodes: not a copy."""
+        """The numbers that are carried from rollout to rollout within episodes: not a copy."""
         return {}
 
     def _load_carried(self, state: Mapping[str, Any]) -> None:

@@ -200,6 +200,7 @@ def _diagnose_env(
         verdict.alone |= bool(verdict.fix.variables)  # of a worker, and of no env in it
         if not verdict.fix.variables:
             together = _try_in_one_process(pair, subject, behaviour, verdict, found)
+        found += findings.about_states(behaviour, again, verdict.alone)
     begun = Diagnosis(target, tuple(found), _measured(behaviour.results, together.results), None)
     return _advised(begun, verdict, subject, seconds if is_run else None), subject
 
