@@ -130,10 +130,10 @@ def test_envs_that_cannot_be_played_again_are_said_and_begin_new_episodes(tmp_pa
 def test_another_env_of_the_same_name_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "import gymnasium\n\ndef make():\n    return gymnasium.make('CartPole-v1'{})\n"
-    (tmp_path / "own.py").write_text(text.format(""))
+    (tmp_path / "another_namesake.py").write_text(text.format(""))
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SIZE.items()]
-    assert muster("train", "own.py:make", *words, "--run-dir=run").exit_code == 0
-    (tmp_path / "own.py").write_text(text.format(").unwrapped.__class__(sutton_barto_reward=True"))
+    assert muster("train", "another_namesake.py:make", *words, "--run-dir=run").exit_code == 0
+    (tmp_path / "another_namesake.py").write_text(text.format(").unwrapped.__class__(sutton_barto_reward=True"))
     resumed = muster("train", "--resume=run", "--trust", "--total-steps=2048")
     assert resumed.exit_code == 0  # it has the same spaces and arguments, and each env differs
     assert resumed.output.count("begin new episodes") == 1

@@ -288,6 +288,7 @@ void bind_stepper(nb::module_& m) {
       .def("refuse", &Stepper::refuse)
       .def("replay", &Stepper::replay, "i"_a, "options"_a.none(), "steps"_a, "actions"_a, "rows"_a)
       .def("publish", &Stepper::publish)
+      .def("step_env", &Stepper::step_env)
       .def("await_ring", &Stepper::await_ring, "seen"_a, "timeout_ns"_a)
       .def("takes_message", &Stepper::takes_message)
       .def("take_requested", &Stepper::take_requested)

@@ -157,6 +157,11 @@ class Stepper {
 
   void publish(uint32_t i) { serve(i, [] { return true; }); }
 
+  // Steps env i by the action in its row, whatever the caller asks for.
+  void step_env(uint32_t i) {
+    serve(i, [&] { return step(i, slab_.records[first_env_ + i]), true; });
+  }
+
   Ref describe_schemas() const { return infos_.describe(); }
 
   // ---- the halves of a step and a reset, between which Python calls the envs, several at the same time; in one thread

@@ -1,5 +1,8 @@
 """``on_failure="restart"``: an env that raised or lost its worker is built again, and its episode ends truncated.
 
+With ``"replay"`` it is set to the state before the action that it failed with, and gets that again: the row comes as if
+nothing had happened. Where that fails, it is as with "restart".
+
 The failure itself is not delivered. The env stays pending while its worker builds it again. Then one row is delivered
 that reports the restart: the last observation, reward 0, ``truncated=True``, and the reason in ``infos["restarted"]``.
 With ``same_step`` the observation is the first of the new episode, and the last one is the final observation.
@@ -11,17 +14,18 @@ first request; the reason of the restart then says what was lost.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from muster._core import Command, InfoSchema, Status
+from muster._core import Command, Doing, InfoSchema, Status
 from muster.backends.base import Backend
 from muster.backends.recycling import Recycling
 from muster.errors import more
+from muster.hosts.env_states import EnvState
 from muster.hosts.questions import EnvQuestion, Kept
 from muster.hosts.requests import Restart
 from muster.introspection import caller_stacklevel
@@ -31,15 +35,27 @@ from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns
 from muster.worker_info import seeds_of_envs
 
+_DEATHS = 2  # in one step that is played again: then it is the step that kills
+
 
 @dataclass(frozen=True)
 class _Restart:
-    """The answer that a restarted env owes. truncates: it is the row that ends the episode, else the row of a reset."""
+    """The answer that a restarted env owes. truncates: it is the row that ends the episode, else the row of a reset.
+
+    options: of the reset that the env owes.  in_place: whether it is built again in the process that it failed in.
+    instead: where nothing is to be seen of the restart, the one that follows if it fails.
+    replay, actions: the state that the env is set to for that, and the actions behind its answer.
+    deaths: how often a worker has died in that very step since. Others may have nothing to do with the env.
+    """
 
     reason: str
     truncates: bool
-    options: Any  # of the reset that the env owes
-    in_place: bool = False  # whether the env is built again in the process that it failed in
+    options: Any
+    in_place: bool = False
+    instead: _Restart | None = None
+    replay: EnvState | None = None
+    actions: bytes = b""
+    deaths: int = 0
 
 
 class Recovery:
@@ -66,6 +82,9 @@ class Recovery:
         self._need_processes: set[int] = set()  # envs that could not be built again in the process that they were in
         self._warned_lost: set[str] = set()  # names of lost attributes that a warning has named
         self._recycled = np.zeros(num_envs, np.int64)
+        self._replayed = np.zeros(num_envs, np.int64)
+        self._action_bytes = sum(leaf.row_bytes for leaf in backend.slab.plan.action.leaves)
+        self._state_of: Callable[[int, bytes], EnvState | None] | None = None
         self.recycling: Recycling | None = None
         self._caller.keep_rows(backend.slab.obs.arrays)
 
@@ -92,6 +111,11 @@ class Recovery:
         Returns what the new envs are asked first.
         """
         self._count(host, reason)
+        state = self._backend.slab.host(host)
+        of_env = self._restarts.get(state["env_index"])
+        if state["doing"] == Doing.STEPPING and of_env is not None and of_env.replay is not None:
+            has_come = self._records["episode_length"][state["env_index"]] == of_env.replay.steps
+            self._restarts[state["env_index"]] = replace(of_env, deaths=of_env.deaths + bool(has_come))
         if self.recycling is not None:
             self.recycling.begins(host)
         pending = self._caller.lose_host(host)
@@ -100,6 +124,10 @@ class Recovery:
             self._records["restarts"][env] += 1
             (self._reasons if env in pending else self.lost)[env] = reason
         return self.kept.of(self._backend.numbers[envs.start : envs.stop])
+
+    def replays(self, state_of: Callable[[int, bytes], EnvState | None]) -> None:
+        """Has failed steps played again. state_of: gives the state of an env's last row, behind these actions."""
+        self._state_of = state_of
 
     def recycles(self, after: Mapping[str, float], most: int) -> None:
         """Has workers replaced by `Recycling`."""
@@ -120,14 +148,32 @@ class Recovery:
 
     def answer_for(self, lost: Array) -> None:
         """Makes the `lost` envs of `split` pending; they answer as restarted."""
-        if not len(lost):
-            return
-        with self._backend.whole():
-            self._caller.request_resets(lost)
-            for env in lost.tolist():
-                # An episode that had ended is no loss: its env resets next anyway.
-                truncates = not self._records["needs_reset"][env]
-                self._restart(env, _Restart(self.lost.pop(env), truncates, None), rebuilds=False)
+        restarts = {}
+        for env in lost.tolist():
+            # An episode that had ended is no loss: its env resets next anyway.
+            plain = _Restart(self.lost.pop(env), not self._records["needs_reset"][env], None)
+            restarts[env] = self._unseen(env, plain, sent=False)
+        if restarts:
+            with self._backend.whole():
+                self._caller.request_resets(lost)
+                for env, restart in restarts.items():
+                    self._restart(env, restart, rebuilds=False)
+
+    def _unseen(self, env: int, plain: _Restart, *, sent: bool) -> _Restart:
+        """A restart of which nothing is to be seen, where an env can be played again; else the plain one.
+
+        sent: whether the action that the env owes an answer to was sent, and is kept with those before it.
+        """
+        if self._state_of is None or not plain.reason:
+            return plain
+        unseen = replace(plain, reason="", truncates=False, instead=plain)
+        if not plain.truncates:  # the answer is a reset anyway
+            return unseen
+        actions = self._caller.actions_of(env)
+        if not sent:
+            actions += b"".join(rows[env].tobytes() for rows in self._backend.slab.actions.arrays)
+        state = self._state_of(env, actions[: len(actions) - self._action_bytes])
+        return plain if state is None else replace(unseen, replay=state, actions=actions)
 
     def retry_failed(self, most: int | None = None) -> bool:
         """Restarts the pending envs that have failed, `most` of them at a time. False if none has.
@@ -169,7 +215,12 @@ class Recovery:
             self._records["restarts"][env] += 1
         if restart is None:
             ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
-            restart = _Restart(reason, not (was_reset or ended), self._options[env] if was_reset else None)
+            plain = _Restart(reason, not (was_reset or ended), self._options[env] if was_reset else None)
+            restart = self._unseen(env, plain, sent=True)
+        elif died and restart.instead is not None and restart.deaths < _DEATHS:
+            pass  # it is played again
+        elif restart.instead is not None:
+            restart = replace(restart.instead, reason=f"{restart.instead.reason}; played again, {reason}")
         elif died and not restart.reason:  # of a worker that was recycled, whose successor has failed
             restart = replace(restart, reason=reason)
         elif lost is not None:
@@ -191,22 +242,25 @@ class Recovery:
             )
         return f"could not be set again: {words}"
 
-    def finish_rows(self, ids: Array, rewards: Array, terminated: Array, truncated: Array) -> dict[int, str]:
-        """Overwrites the rows of restarted envs among `ids`, and returns the reasons by row.
+    def finish_rows(self, ids: Array, rewards: Array, terminated: Array, truncated: Array) -> dict[int, dict[str, Any]]:
+        """Overwrites the rows of restarted envs among `ids`, and returns by row what their infos say of that.
 
         Called once the rows are collected: until then another restarted env may answer.
         """
-        reasons = {}
+        said: dict[int, dict[str, Any]] = {}
         for row, env in enumerate(ids.tolist() if self._restarts else ()):
             restart = self._restarts.pop(env, None)
             if restart is None:
                 continue
             if restart.reason:  # not of a worker that was recycled where its env had to be reset anyway
-                reasons[row] = restart.reason
+                said[row] = {"restarted": restart.reason}
+            elif restart.instead is not None:
+                self._replayed[env] += 1
+                said[row] = {"replayed": int(self._replayed[env])}
             if restart.truncates:
                 self._truncate(env)
                 rewards[row], terminated[row], truncated[row] = 0.0, False, True
-        return reasons
+        return said
 
     def _restart(self, env: int, restart: _Restart, *, rebuilds: bool) -> None:
         self._restarts[env] = replace(restart, in_place=False)
@@ -219,7 +273,11 @@ class Recovery:
         elsewhere = env in self._need_processes
         number = self._backend.numbers[env]
         again = self.kept.of([number])[number]
-        order = Restart(env, seed, restart.options, resets_now, rebuilds, elsewhere, again)
+        action = restart.actions[len(restart.actions) - self._action_bytes :]
+        of_replay = restart.replay, action
+        order = Restart(env, seed, restart.options, resets_now, rebuilds, elsewhere, again, *of_replay)
+        if restart.replay is not None:
+            self._caller.set_actions(env, restart.actions)
         if self._backend.restart(order):
             self._infos.forget(self._caller.host_of(env))
         else:

@@ -6,9 +6,10 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import coroutine
 from typing import Any
+
+import numpy as np
 
 from muster._core import Autoreset, Doing, Stepper
 from muster.errors import CannotTravel, MusterError, ReplayDiffers, SpecMismatch
@@ -17,6 +18,7 @@ from muster.hosts.env_states import EnvState, difference, seed_of_episode
 from muster.hosts.failures import AttributesLost, Failure, about_error, about_gym, reset_note
 from muster.hosts.questions import Deed, EnvQuestion, InTurn, shared
 from muster.hosts.requests import HostOptions, Restart
+from muster.hosts.stand_ins import NotBuiltAgain, Permitted
 from muster.introspection import type_name
 from muster.pickling import find_culprits
 from muster.pickling.main_module import ABOUT_INIT, Init
@@ -159,7 +161,7 @@ class EnvHost:
 
     def _to_step(self, i: int) -> Any:
         env, permits = self.way.to_step(self, i), self.recipes[i].permits
-        return env if permits is None else _Permitted(env, permits)
+        return env if permits is None else Permitted(env, permits)
 
     def _misfit(self, i: int) -> SpecMismatch | None:
         assert self._slab is not None
@@ -304,7 +306,7 @@ class EnvHost:
                 if self.facts_of(i).metadata.get("one_per_process"):
                     raise
                 if (error := self.way.run(self.rebuilt(i, again))) is not None:
-                    self.stepper.replace_env(i, _NotBuilt(error), None)
+                    self.stepper.replace_env(i, NotBuiltAgain(error), None)
                     raise error from None
                 self.stepper.replace_env(i, self._to_step(i), None)
                 self._replay(i, state, built_anew=True)
@@ -319,6 +321,19 @@ class EnvHost:
             return self.reset_env(i, None, None, False)
         self.stepper.publish(i)
         return None
+
+    def _step_again(self, i: int, state: EnvState, action: bytes) -> None:
+        """Sets env i to a state, and steps it by an action; that it does not come to that state is its answer, too."""
+        assert self._slab is not None
+        try:
+            self._replay(i, state, built_anew=True)
+        except BaseException as error:
+            return self.stepper.refuse(i, error)
+        for rows in self._slab.actions.arrays:
+            own = rows[self.first_env + i : self.first_env + i + 1]
+            own[...] = np.frombuffer(action, own.dtype, own.size).reshape(own.shape)
+            action = action[own.nbytes :]
+        return self.stepper.step_env(i)
 
     def _replay(self, i: int, state: EnvState, *, built_anew: bool) -> None:
         assert self._slab is not None
@@ -353,7 +368,9 @@ class EnvHost:
         if (refusal := self._misfits[i] or self._unset.pop(i, None)) is not None:
             return self.stepper.refuse(i, refusal)
         self.stepper.replace_env(i, self._to_step(i), restart.seed)
-        if restart.resets_now:
+        if restart.replay is not None:
+            self._step_again(i, restart.replay, restart.action)
+        elif restart.resets_now:
             self.way.reset_env(self, i, restart.seed, restart.options, True)
         else:
             self.stepper.acknowledge(i)
@@ -462,38 +479,3 @@ class EnvHost:
         """The sentence that says how to give each env a process, where env i shared this one with others."""
         together, place = (self.recipes, i) if self._together is None else (self._together, self.first_env + i)
         return advise_apart(together[: place + 1] if self._slab is None else together)
-
-
-class _Permitted:
-    """An env's ``step`` and ``reset`` for a stepper, each executed only while there is a permit for it.
-
-    For the limit on the number of envs that execute at once, Gymnasium's ``max_concurrency``: envs of a limit have one
-    semaphore in their recipes. A worker that dies while it holds a permit never gives it back: so a limit is for vector
-    envs alone that end with the first worker that dies. Calls and attributes are for the env itself.
-    """
-
-    def __init__(self, env: Any, permits: AbstractContextManager[Any]) -> None:
-        self._env = env
-        self._permits = permits
-
-    def reset(self, **arguments: Any) -> Any:
-        """The env's reset, once there is a permit."""
-        with self._permits:
-            return self._env.reset(**arguments)
-
-    def step(self, action: Any) -> Any:
-        """The env's step, once there is a permit."""
-        with self._permits:
-            return self._env.step(action)
-
-
-class _NotBuilt:
-    """An env that could not be built again, and refuses all for that reason."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def reset(self, *_: Any, **__: Any) -> Any:
-        raise self._error
-
-    step = reset

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from muster.hosts.env_states import EnvState
 from muster.hosts.questions import EnvQuestion
 from muster.hosts.recipe_plans import Recipes
 from muster.pool.messages import Message
@@ -74,6 +75,7 @@ class Restart(Message):
     seed: for the env's first reset.  options: for the reset that is the answer.
     again: what the env that is built again is asked first.
     elsewhere: it is built again in another process, since it has once failed again where it was built again.
+    replay, action: the state that it is set to, and the bytes of the action whose row is the answer; None without.
     """
 
     env: int
@@ -83,3 +85,5 @@ class Restart(Message):
     rebuilds: bool
     elsewhere: bool
     again: Sequence[EnvQuestion]
+    replay: EnvState | None = None
+    action: bytes = b""

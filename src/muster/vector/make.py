@@ -115,7 +115,10 @@ def make_vec(
         truncated, with the reason in ``infos["restarted"]``. A worker that fails while the vector env starts is started
         again, too, up to `max_restarts` times, each with a RuntimeWarning. What `set_attr` set last is set again in the
         new env; where that fails, the reason and a RuntimeWarning say so. Ends of pipes in `env_kwargs` then stay open,
-        for replacements, until `close`.
+        for replacements, until `close`. "replay" sets the new env to the state before the step that failed, see
+        `replayable`, and gives it the action again: the row comes as if nothing had happened, but for
+        ``infos["replayed"]``, which counts. A step that fails again, or an env that does not come to that state, is as
+        with "restart". Effects outside are repeated.
     max_restarts: how often one worker may fail within a minute before its failure is an error after all.
     max_concurrent_starts: how many workers build their envs at the same time, for simulators whose starts are in each
         other's way: the next one begins once one is ready, in the order of their indices, and `start_timeout` counts
@@ -176,13 +179,15 @@ def make_vec(
     mode = _autoreset_mode(autoreset_mode)
     one_of("observation_mode", observation_mode, ("same", "different"))
     one_of("memory_check", memory_check, MEMORY_CHECKS)
+    one_of("on_failure", on_failure, ("raise", "restart", "replay"))
+    replays = on_failure == "replay"
     limits = Limits(
-        *(start_timeout, step_timeout, close_timeout, on_failure, max_restarts),
+        *(start_timeout, step_timeout, close_timeout, "restart" if replays else on_failure, max_restarts),
         max_concurrent_starts=max_concurrent_starts,
         recycle_after=recycle_after,
     )
     copy, check_finite = flags(copy=copy, check_finite=check_finite)
-    concurrent, replayable = flags(concurrent=concurrent, replayable=replayable)
+    concurrent, replayable = flags(concurrent=concurrent, replayable=replayable or replays)
     output = checked_output(worker_output)
     processes = Processes(context, threads_per_worker, worker_env, concurrent=concurrent, output=output)
     caller_steps, one_env_per_process = flags(caller_steps=caller_steps, one_env_per_process=one_env_per_process)
@@ -238,7 +243,7 @@ def make_vec(
         chosen = ProcessBackend(
             recipes, ProcessOptions(processes, limits, workers, caller_steps, one_env_per_process, memory_check)
         )
-    stepping = SteppingOptions(mode, copy, check_finite, limits.restarts, caller_steps, limits, replayable)
+    stepping = SteppingOptions(mode, copy, check_finite, limits.restarts, caller_steps, limits, replayable, replays)
     parts = STRICT if observation_mode == "same" else replace(STRICT, spaces=partial(equal_spaces, bounds=False))
     return vector_env_of(chosen, parts, stepping)
 
@@ -270,6 +275,6 @@ def _refuse_caller_steps(one_env_per_process: bool, step_timeout: float | None, 
     if step_timeout is not None:
         expected = "left out with caller steps: the calling process cannot kill itself"
         raise ConfigError("step_timeout", expected, step_timeout)
-    if on_failure == "restart":
+    if on_failure != "raise":
         expected = '"raise" with caller steps: the calling process cannot restart itself'
         raise ConfigError("on_failure", expected, on_failure)

@@ -61,6 +61,7 @@ class SteppingOptions:
     """The options of one vector env's stepping. max_restarts: None where a failure is an error at once.
 
     limits: of a vector env that recycles its workers.  replayable: whether its envs have states, see `EnvState`.
+    replays: whether failed steps are played again.
     """
 
     autoreset_mode: AutoresetMode
@@ -70,6 +71,7 @@ class SteppingOptions:
     caller_steps: bool = False
     limits: Limits | None = None
     replayable: bool = False
+    replays: bool = False
 
 
 @dataclass(frozen=True)

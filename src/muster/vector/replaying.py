@@ -58,19 +58,25 @@ class Replaying:
 
     def state(self, env: int) -> EnvState:
         """The state of an env. Raises PendingError where it owes an answer, UsageError where it has none."""
-        record, (seed, begun) = self._slab.records[env], self._slab.episodes[env].tolist()
         if self._caller.is_pending(env):
             raise PendingError(f"get_states: env {env} still owes an answer to an earlier call; take it with recv()")
-        if not begun:
+        if not self._slab.episodes[env, 1]:
             raise UsageError(f"get_states: env {env} has not been reset; call reset() first")
-        begins = bool(record["episode_over"] and not record["needs_reset"])  # same_step: within the last step
-        steps = 0 if begins else int(record["episode_length"])
-        actions, is_over = self._caller.actions_of(env), bool(record["needs_reset"])
-        if record["status"] != Status.OK or len(actions) != steps * self._row_bytes or (is_over and not steps):
+        if (state := self.state_of(env, self._caller.actions_of(env))) is None:
             raise UsageError(
                 f"get_states: env {env} has raised or was replaced in this episode, which cannot be played again; it "
                 "has a state once it is reset"
             )
+        return state
+
+    def state_of(self, env: int, actions: bytes) -> EnvState | None:
+        """The state of an env's last row, behind these actions; None where they do not lead to it."""
+        record, (seed, begun) = self._slab.records[env], self._slab.episodes[env].tolist()
+        begins = bool(record["episode_over"] and not record["needs_reset"])  # same_step: within the last step
+        steps = 0 if begins else int(record["episode_length"])
+        is_over = bool(record["needs_reset"])
+        if record["status"] != Status.OK or len(actions) != steps * self._row_bytes or (is_over and not steps):
+            return None
         at, options = self._options[env]
         return EnvState(
             recipe=self._recipes[env],

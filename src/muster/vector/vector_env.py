@@ -425,18 +425,18 @@ class SteppedEnvs(EnvsWithStates, Generic[StepT, BatchT]):
         ids, obs, rewards, terminated, truncated, infos, unusual = rows
         if not unusual and obs is not None and self._recovery is None:
             return rows
-        reasons: dict[int, str] = {}
+        restarts: dict[int, Infos] = {}
         if self._recovery is not None:
-            reasons = self._recovery.finish_rows(ids, rewards, terminated, truncated)
+            restarts = self._recovery.finish_rows(ids, rewards, terminated, truncated)
         if infos is None and unusual == _INFOS and not self._obs.has_objects:
             infos = reader.read_plain(ids)
-        if self._obs.has_objects or reasons or infos is None:
-            return self._read_by_row(rows, reasons, copies, reader)
+        if self._obs.has_objects or restarts or infos is None:
+            return self._read_by_row(rows, restarts, copies, reader)
         obs = self._backend.slab.obs_batch(ids, [], copies) if obs is None else obs
         return ids, obs, rewards, terminated, truncated, infos, unusual
 
-    def _read_by_row(self, rows: Rows, reasons: Mapping[int, str], copies: bool, reader: InfoReader) -> Rows:
-        """The rows, completed with objects, final observations and the reasons of restarts. Raises if envs failed."""
+    def _read_by_row(self, rows: Rows, restarts: Mapping[int, Infos], copies: bool, reader: InfoReader) -> Rows:
+        """The rows, completed with objects, final observations and what is said of restarts. Raises if envs failed."""
         ids, obs, rewards, terminated, truncated, _, unusual = rows
         failures = self._backend.failures(ids) if unusual & _NOT_OK else []
         if failures:
@@ -447,14 +447,14 @@ class SteppedEnvs(EnvsWithStates, Generic[StepT, BatchT]):
         if obs is None:
             obs = self._backend.slab.obs_batch(ids, step_objects, copies)
         infos: Infos = {}
-        if unusual & _FINALS or reasons:  # a restart may have ended an episode
+        if unusual & _FINALS or restarts:  # a restart may have ended an episode
             self._add_finals(infos, ids, [final for _, final in mail], reader)
         if unusual & _INFOS:
             infos = {**infos, **reader.read(ids, step_objects)}
         if failures:
             self._raise_all(failures, Batch(ids, obs, rewards, terminated, truncated, infos))
-        for row, reason in reasons.items():
-            reader.add(infos, {"restarted": reason}, row, len(ids))
+        for row, said in restarts.items():
+            reader.add(infos, said, row, len(ids))
         return ids, obs, rewards, terminated, truncated, infos, unusual
 
 
