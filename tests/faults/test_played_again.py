@@ -132,6 +132,68 @@ def test_an_env_that_does_not_come_to_its_state_is_a_restart() -> None:
     assert "ReplayDiffers: env 0 did not come to step" in infos["restarted"][0]
 
 
+class Words(gym.Env[Any, Any]):
+    """Observes texts, with an object in its infos."""
+
+    observation_space, action_space = spaces.Text(9), spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return "0", {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return str(self.t), 0.0, self.t == 4, False, {"seen": {self.t}}
+
+
+@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+def test_texts_and_objects_are_those_of_the_step(mode: str) -> None:
+    with muster.make_vec(Words, 1, num_workers=1, autoreset_mode=mode, **REPLAY) as envs:
+        envs.reset(seed=0)
+        for t in range(1, 5):
+            kill_worker(envs, 0)
+            obs, *_, infos = envs.step([0])
+            if mode == "same_step" and t == 4:
+                assert (obs, infos["final_obs"][0], infos["final_info"]["seen"][0]) == (("0",), "4", {4})
+            else:
+                assert (obs, infos["seen"][0]) == ((str(t),), {t})
+
+
+class Fragile(gym.Env[Any, Any]):
+    """Cannot be reset with some seeds."""
+
+    observation_space, action_space = spaces.Box(0, 1, (1,), np.float64), spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        if (drawn := self.np_random.random()) < 0.05:
+            raise ValueError("no layout for this draw")
+        return np.array([drawn]), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.array([self.np_random.random()]), 1.0, self.t == 5, False, {}
+
+
+@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+@pytest.mark.parametrize("on_failure", ["restart", "replay"])
+def test_a_reset_that_fails_for_its_seed_is_followed_by_one_with_another(on_failure: str, mode: str) -> None:
+    options: dict[str, Any] = {"on_failure": on_failure, "replayable": True, "max_restarts": 60, "autoreset_mode": mode}
+    with muster.make_vec(Fragile, 2, num_workers=1, **options) as envs:
+        play(envs, 600)
+        assert envs.stats()["restarts"] > 3
+        envs.set_states(envs.get_states())
+
+
+def test_envs_that_differ_do_not_count_twice() -> None:
+    options = {"on_failure": "replay", "wrappers": [NormalizeObservation], "num_workers": 1}
+    with muster.make_vec("CartPole-v1", 12, **options) as envs:
+        play(envs, 100)
+        kill_worker(envs, 0)
+        assert envs.step([0, 1] * 6)[3].sum() > 6
+
+
 def test_failures_are_counted() -> None:
     options = {"on_failure": "replay", "max_restarts": 2, "env_kwargs": {"dies_at": 5}}
     with muster.make_vec(Drawn, 1, **options) as envs, pytest.raises(WorkerError, match="failed 3 times"):

@@ -123,8 +123,9 @@ def test_envs_that_cannot_be_played_again_are_said_and_begin_new_episodes(tmp_pa
     assert "new episodes" not in said
     package.train("CartPole-v1", {**SIZE, "total_steps": 256}, run_dir=tmp_path / "on")
     assert "--no-replayable" in capsys.readouterr().out
-    resumed = package.train(resume=tmp_path / "on", total_steps=384, replayable=False)
-    assert resumed.policy.steps == 384
+    resumed = muster("train", f"--resume={tmp_path / 'on'}", "--total-steps=384", "--no-replayable")
+    assert (resumed.exit_code, package.train(resume=tmp_path / "on", total_steps=512).policy.steps) == (0, 512)
+    assert "This checkpoint has no states of envs" not in resumed.output
 
 
 def test_another_env_of_the_same_name_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,6 +357,35 @@ def test_a_state_without_steps_is_compared_too(monkeypatch: pytest.MonkeyPatch) 
                 envs.set_states(states)
 
 
+class Used(gym.Env[Any, Any]):
+    """Counts its episodes, in a text, too."""
+
+    observation_space = spaces.Dict(text=spaces.Text(9, charset="0123456789 in"), n=spaces.Box(0, 99, (1,)))
+    action_space, n = spaces.Discrete(2), 0
+
+    def see(self) -> Any:
+        return {"text": f"{self.t} in {self.n}", "n": np.array([self.n], np.float32)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.n, self.t = self.n + 1, 0
+        return self.see(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self.see(), 0.0, False, False, {}
+
+
+def test_the_first_row_of_an_env_that_differs_is_its_own() -> None:
+    with muster.make_vec(Used, 1, num_workers=1, replayable=True) as envs:
+        envs.reset(seed=0)
+        envs.reset()
+        envs.step([0])
+        with pytest.raises(ReplayDiffers) as caught:
+            envs.set_states(envs.get_states())
+    obs, _ = caught.value.result
+    assert obs["text"] == (f"0 in {int(obs['n'][0, 0])}",)
+
+
 def test_an_env_that_cannot_be_built_anew_is_not_stepped_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Unseeded, "builds", 0)
     with muster.make_vec(Unseeded, 1, backend="serial", replayable=True, env_kwargs={"only": 1}) as envs:

@@ -99,6 +99,7 @@ class Stepper {
   Ref reset_env(uint32_t i, PyObject* seed, PyObject* options, bool passes_options) {
     EnvRecord& record = slab_.records[first_env_ + i];
     interrupt_ = Ref();
+    clear_objects();  // of a replay that has led elsewhere
     serve(i, [&] {
       record.has_final = 0;
       store_reset(call_reset(i, seed, options, passes_options), i, record);
@@ -159,6 +160,7 @@ class Stepper {
 
   // Steps env i by the action in its row, whatever the caller asks for.
   void step_env(uint32_t i) {
+    clear_objects();  // of the replay before
     serve(i, [&] { return step(i, slab_.records[first_env_ + i]), true; });
   }
 

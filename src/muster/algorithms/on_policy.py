@@ -69,12 +69,8 @@ class OnPolicy(ABC, Generic[M]):
             self.collector = Collector(envs, explorer, **shared)
         else:
             self.collector = MultiCollector(envs, explorer, num_envs=config.num_envs, **shared, **collectors)
-        made = (
-            getattr(envs, "replayable", False)
-            if collectors is None
-            else (collectors.get("make_vec_options") or {}).get("replayable")
-        )
-        self._replays = bool(made)
+        options = (collectors or {}).get("make_vec_options") or {"replayable": getattr(envs, "replayable", False)}
+        self._replays = bool(options.get("replayable"))
         self._under_way = False  # an iteration has begun, and has not ended
         self._entered: Callable[[str], object] = str
         self._complete: tuple[dict[str, Any], M | None] = self._state(), None

@@ -24,7 +24,7 @@ from gymnasium.vector import AutoresetMode
 from muster._core import Command, Doing, InfoSchema, Status
 from muster.backends.base import Backend
 from muster.backends.recycling import Recycling
-from muster.errors import more
+from muster.errors import ReplayDiffers, more
 from muster.hosts.env_states import EnvState
 from muster.hosts.questions import EnvQuestion, Kept
 from muster.hosts.requests import Restart
@@ -35,8 +35,6 @@ from muster.spaces.tree import Array
 from muster.transport.infos import InfoColumns
 from muster.worker_info import seeds_of_envs
 
-_DEATHS = 2  # in one step that is played again: then it is the step that kills
-
 
 @dataclass(frozen=True)
 class _Restart:
@@ -45,7 +43,7 @@ class _Restart:
     options: of the reset that the env owes.  in_place: whether it is built again in the process that it failed in.
     instead: where nothing is to be seen of the restart, the one that follows if it fails.
     replay, actions: the state that the env is set to for that, and the actions behind its answer.
-    deaths: how often a worker has died in that very step since. Others may have nothing to do with the env.
+    killed: whether a worker has died in that very step again. Other deaths may have nothing to do with the env.
     """
 
     reason: str
@@ -55,7 +53,7 @@ class _Restart:
     instead: _Restart | None = None
     replay: EnvState | None = None
     actions: bytes = b""
-    deaths: int = 0
+    killed: bool = False
 
 
 class Recovery:
@@ -68,7 +66,7 @@ class Recovery:
         self._backend = backend
         self._infos = infos
         self._caller = backend.caller
-        self._records = backend.slab.records
+        self._records, self._episodes = backend.slab.records, backend.slab.episodes
         self._mode = autoreset_mode
         self._budget = Budget(max_restarts, backend.nouns)
         num_envs = backend.slab.plan.num_envs
@@ -85,6 +83,7 @@ class Recovery:
         self._replayed = np.zeros(num_envs, np.int64)
         self._action_bytes = sum(leaf.row_bytes for leaf in backend.slab.plan.action.leaves)
         self._state_of: Callable[[int, bytes], EnvState | None] | None = None
+        self._resets_again: Callable[[int], None] = lambda env: None
         self.recycling: Recycling | None = None
         self._caller.keep_rows(backend.slab.obs.arrays)
 
@@ -115,7 +114,7 @@ class Recovery:
         of_env = self._restarts.get(state["env_index"])
         if state["doing"] == Doing.STEPPING and of_env is not None and of_env.replay is not None:
             has_come = self._records["episode_length"][state["env_index"]] == of_env.replay.steps
-            self._restarts[state["env_index"]] = replace(of_env, deaths=of_env.deaths + bool(has_come))
+            self._restarts[state["env_index"]] = replace(of_env, killed=bool(has_come))
         if self.recycling is not None:
             self.recycling.begins(host)
         pending = self._caller.lose_host(host)
@@ -125,9 +124,14 @@ class Recovery:
             (self._reasons if env in pending else self.lost)[env] = reason
         return self.kept.of(self._backend.numbers[envs.start : envs.stop])
 
-    def replays(self, state_of: Callable[[int, bytes], EnvState | None]) -> None:
-        """Has failed steps played again. state_of: gives the state of an env's last row, behind these actions."""
-        self._state_of = state_of
+    def replays(
+        self, resets_again: Callable[[int], None], state_of: Callable[[int, bytes], EnvState | None] | None
+    ) -> None:
+        """Has failed steps played again. state_of: gives the state of an env's last row, behind these actions.
+
+        resets_again: called with an env that is about to be reset with the options that it was reset with.
+        """
+        self._resets_again, self._state_of = resets_again, state_of
 
     def recycles(self, after: Mapping[str, float], most: int) -> None:
         """Has workers replaced by `Recycling`."""
@@ -205,11 +209,11 @@ class Recovery:
             untouched = interrupt is not None and failure.exception is interrupt  # not stepped at all
             if isinstance(failure.exception, KeyboardInterrupt):
                 interrupt = failure.exception
-            elif lost is None:
+            elif lost is None and not isinstance(failure.original(), ReplayDiffers):  # that follows a failure
                 host = self._caller.host_of(env)
                 own = f" in env {env}" if self._backend.steps_at_once(env) else ""
                 self._count(host, f"{self._backend.nouns.env(host, env)}: {reason}{more('tasks/restarts')}", own)
-        was_reset = self._records["command"][env] == Command.RESET
+        was_reset, episode = self._records["command"][env] == Command.RESET, self._episodes[env].copy()
         self._caller.restore(env)
         if not died and lost is None and not in_vain:
             self._records["restarts"][env] += 1
@@ -217,7 +221,7 @@ class Recovery:
             ended = self._mode is AutoresetMode.NEXT_STEP and bool(self._records["needs_reset"][env])
             plain = _Restart(reason, not (was_reset or ended), self._options[env] if was_reset else None)
             restart = self._unseen(env, plain, sent=True)
-        elif died and restart.instead is not None and restart.deaths < _DEATHS:
+        elif died and restart.instead is not None and not restart.killed:
             pass  # it is played again
         elif restart.instead is not None:
             restart = replace(restart.instead, reason=f"{restart.instead.reason}; played again, {reason}")
@@ -225,6 +229,8 @@ class Recovery:
             restart = replace(restart, reason=reason)
         elif lost is not None:
             restart = replace(restart, reason=f"{restart.reason}; {reason}")
+        if restart.instead is None:  # it may have failed as it began an episode: the next one has another seed
+            self._episodes[env] = episode
         self._caller.ask_again(env)
         self._restart(env, restart, rebuilds=not (died or untouched or lost is not None))
         return interrupt
@@ -273,10 +279,12 @@ class Recovery:
         elsewhere = env in self._need_processes
         number = self._backend.numbers[env]
         again = self.kept.of([number])[number]
-        action = restart.actions[len(restart.actions) - self._action_bytes :]
-        of_replay = restart.replay, action
-        order = Restart(env, seed, restart.options, resets_now, rebuilds, elsewhere, again, *of_replay)
+        order = Restart(env, seed, restart.options, resets_now, rebuilds, elsewhere, again)
+        if restart.options is not None:
+            self._resets_again(env)
         if restart.replay is not None:
+            action = restart.actions[len(restart.actions) - self._action_bytes :]
+            order = replace(order, replay=restart.replay, action=action)
             self._caller.set_actions(env, restart.actions)
         if self._backend.restart(order):
             self._infos.forget(self._caller.host_of(env))

@@ -200,7 +200,7 @@ def _diagnose_env(
         verdict.alone |= bool(verdict.fix.variables)  # of a worker, and of no env in it
         if not verdict.fix.variables:
             together = _try_in_one_process(pair, subject, behaviour, verdict, found)
-        found += findings.about_states(behaviour, again, verdict.alone)
+        found += _try_to_play_again(subject, verdict)
     begun = Diagnosis(target, tuple(found), _measured(behaviour.results, together.results), None)
     return _advised(begun, verdict, subject, seconds if is_run else None), subject
 
@@ -217,6 +217,12 @@ def _try_in_one_process(
     verdict.alone = verdict.alone or side_by_side.disturbed is not None
     verdict.packs = not verdict.alone and side_by_side.unknown is None
     return side_by_side.together
+
+
+def _try_to_play_again(subject: Subject, verdict: Verdict) -> list[Finding]:
+    subject.say("playing it again from its seed and actions")
+    counts = (1,) if verdict.alone else (1, 2)
+    return findings.about_states(watched(subject.trials, trials.playing_again, counts=counts))
 
 
 def _advised(begun: Diagnosis, verdict: Verdict, subject: Subject, run_s: float | None) -> Diagnosis:

@@ -74,18 +74,23 @@ def about_replay(behaviour: TrialOutcome, replay: TrialOutcome) -> list[Finding]
     return found
 
 
-def about_states(behaviour: TrialOutcome, replay: TrialOutcome, alone: bool) -> list[Finding]:
-    """The finding whether an env can be played again. alone: whether another one in its process disturbs it."""
-    first = behaviour.results
-    if "digest" not in replay.results or "digest_again" not in first:
-        return []
-    others = {"once it was used": first["digest_again"], "in a fresh env": replay.results["digest"]}
-    if differs := [where for where, digest in others.items() if digest != first["digest"]]:
-        text = f"the same seed and actions lead elsewhere {' and '.join(differs)}: it has no states to go back to"
-        return [Finding("note", "states", text)]
-    beside = "in a process of its own: another one there disturbs it" if alone else "also with another in its process"
-    text = f"the same seed and actions lead to the same state, in a fresh env and a used one, {beside}"
-    return [Finding("good", "states", text, "muster.make_vec(..., replayable=True)")]
+def about_states(trial: TrialOutcome) -> list[Finding]:
+    """The finding of the trial `playing_again`."""
+    if trial.stage is not None:
+        return [Finding("note", "states", f"it has no states to go back to: {first_line(trial.problem)}")]
+    played: Sequence[tuple[str, str]] = trial.results["played"]
+    for where, problem in played:
+        if problem:
+            return [Finding("note", "states", f"it has no states to go back to, {where}: {problem}")]
+    text = "the same seed and actions lead to the same state, in a fresh env and a used one"
+    return [
+        Finding(
+            "good",
+            "states",
+            f"{text}, {' and '.join(where for where, _ in played)}",
+            "muster.make_vec(..., replayable=True)",
+        )
+    ]
 
 
 def about_pair(pair: SideBySide, step_s: float | None = None) -> Finding:

@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from muster.introspection import find_in
 from muster.pool.resources import cpu_s, own_memory_bytes
 from muster.recipes.named import parse_name
 from muster.recipes.recipe import Recipe
+from muster.vector.replaying import replay_problem
 from muster.vector.side_by_side import built
 
 _ROWS = 60
@@ -114,6 +115,18 @@ def replay(recipe: Recipe, reporter: Reporter, rows: int, watch: Callable[[], No
         reporter.stage("stepping it")
         reporter.result("digest", Player(env, reporter.alive).play(0, rows))
         reporter.result("held", [sorted(_held_with(arguments) - held_before)])
+
+
+def playing_again(
+    recipe: Recipe, reporter: Reporter, counts: Sequence[int], watch: Callable[[], None] = lambda: None
+) -> None:
+    """Reports why so many envs in one process cannot be played again; empty where they can. watch: called first."""
+    watch()
+    for count in counts:
+        reporter.stage("playing it again")
+        with make_envs(recipe, count, backend="serial", replayable=True) as envs:
+            where = "alone" if count == 1 else "with another in its process"
+            reporter.append("played", (where, replay_problem(envs)))
 
 
 def _held_with(arguments: Mapping[str, int | str]) -> set[Held]:

@@ -23,7 +23,7 @@ from muster.worker_info import seeds_of_envs
 NONE = "null"  # no options, as JSON
 _VERSION = 1
 MOST_OPTIONS = 1 << 19
-_MOST_BYTES = 1 << 28  # of actions
+MOST_ACTIONS = 1 << 28  # of actions
 _HEADER_BYTES = 1 << 20
 _KINDS = {"recipe": str, "options": str, "seed": int, "episode": int, "steps": int, "actions": bytes}
 _KINDS |= {"is_over": bool, "episode_return": float, "digests": tuple}
@@ -125,8 +125,8 @@ def _check(fields: Mapping[str, Any], actions: bytes) -> str:
 
 
 def _unpacked(packed: bytes, length: int) -> bytes:
-    if not 0 <= length <= _MOST_BYTES:
-        raise _unreadable(f"{length} bytes of actions are not between 0 and {_MOST_BYTES}")
+    if not 0 <= length <= MOST_ACTIONS:
+        raise _unreadable(f"{length} bytes of actions are not between 0 and {MOST_ACTIONS}")
     unpacker = zlib.decompressobj()
     actions = unpacker.decompress(packed, length + 1)
     if len(actions) != length or not unpacker.eof or unpacker.unused_data:

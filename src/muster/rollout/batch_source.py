@@ -190,9 +190,10 @@ class BatchSource(ABC):
         """Has envs go on from a state that has theirs. load: sets them, and returns the errors of those that differ."""
         if "envs" not in state:
             return
+        differing = load(state["envs"])
         self._trajectories.load(state)
         self._episodes.load(state)
-        for error in load(state["envs"]):
+        for error in differing:
             said = f"{error.summary}. Envs {', '.join(map(str, error.was_reset))} begin new episodes"
             warnings.warn(said, RuntimeWarning, stacklevel=caller_stacklevel())
 

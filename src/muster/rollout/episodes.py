@@ -91,7 +91,7 @@ class TrajectoryCounter:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`."""
-        self._current = state["traj_ids"].numpy().copy()
+        self._current[:] = state["traj_ids"].numpy()
 
     def count(self, begins: Array, first_env: int = 0) -> npt.NDArray[np.int64]:
         """Ids, int64 ``[T, N]``, for N of the envs. begins: bool ``[T, N]``, the row is the first of its trajectory."""
@@ -122,7 +122,8 @@ class EpisodeCounter:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`."""
-        self._returns, self._lengths = state["returns"].numpy().copy(), state["lengths"].numpy().copy()
+        returns, self._lengths[:] = state["returns"].numpy(), state["lengths"].numpy()
+        self._returns = returns.reshape(len(self._lengths), *returns.shape[1:]).copy()
 
     def count(self, storage: Storage, first_env: int = 0) -> Episodes:
         """The episodes that end in a storage of N of the envs. Masked rows count for nothing."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from muster.errors import ConfigError, ReplayDiffers
+from muster.errors import ConfigError, ReplayDiffers, UsageError
 from muster.hosts.env_states import EnvState
 from muster.rollout.env_side import EnvSide, StepRows
 from muster.rollout.episodes import figures_in
@@ -75,6 +75,8 @@ class Stepping:
 
     def env_states(self, actors: Sequence[Actor]) -> list[dict[str, Any]] | None:
         """For each env all that it goes on from, as plain data; None where the next storage starts new episodes."""
+        if not getattr(self._envs.envs, "replayable", False):
+            raise UsageError("states of envs need a vector env that keeps them: make_vec(..., replayable=True)")
         if self._rows is None:
             return None
         states = self._envs.envs.get_states()

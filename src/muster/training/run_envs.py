@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from muster.algorithms.ppo_config import MAPPOConfig
-from muster.errors import MusterError, ReplayDiffers, UsageError
+from muster.errors import UsageError
 from muster.extras import require
 from muster.pool.output import INHERIT
 from muster.training.plan import TrainingPlan
@@ -18,7 +17,6 @@ from muster.vector.multi_agent import MultiAgentVectorEnv
 from muster.vector.vector_env import VectorEnv
 
 RunEnvs = VectorEnv | MultiAgentVectorEnv
-_TRIAL_S, _TRIAL_STEPS = 2.0, 50
 FOR_SEVERAL = ("num_workers", "caller_steps")  # options that suit a number of envs
 
 
@@ -66,27 +64,3 @@ def recipe_of(
     recipe = {"env_kwargs": {**by_preset, **plan.env_kwargs, **env_kwargs}}
     sees_state = isinstance(plan.config, MAPPOConfig) and plan.config.critic == "centralised"
     return {**recipe, "wrappers": (*plan.around, *by_family, *wrappers), "state": sees_state}
-
-
-def replay_problem(envs: RunEnvs) -> str:
-    """Why envs cannot be played again, for people; empty where they can. They are new, and have ``same_step``.
-
-    They are tried in their second episode at least, and within 2 s: what a longer trial would find is found by a run
-    that goes on.
-    """
-    if not envs.replayable:
-        return "the envs have no states, see make_vec(replayable=True)"
-    ends = time.monotonic() + _TRIAL_S
-    try:
-        for _ in range(2):
-            envs.reset()
-            for _ in range(_TRIAL_STEPS):
-                envs.step(envs.sample_actions())
-                if time.monotonic() > ends:
-                    return f"{_TRIAL_STEPS} of its steps take more than {_TRIAL_S / 2:g} s"
-        envs.set_states(envs.get_states())
-    except ReplayDiffers as differs:
-        return differs.summary
-    except MusterError as error:
-        return error.headline
-    return ""

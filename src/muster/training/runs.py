@@ -298,11 +298,13 @@ def _load(
             if "envs" not in state["collector"] or not plan.run.replayable:
                 raise
             if isinstance(plan.env, str):
-                error.add_note("To go on in new episodes: muster train --no-replayable, or replayable=False")
-                raise
+                going_on = "To go on in new episodes: --no-replayable, or replayable=False"
+                raise UsageError(f"{folder.checkpoint_path}: {error}. {going_on}") from error
             warnings.warn(f"New episodes begin: {error.headline}", stacklevel=1)  # of an env that has no name
             del state["collector"]["envs"]
             ppo.load_state_dict(state, learning_rate=learning_rate)
+    if plan.run.replayable and "envs" not in state["collector"]:
+        console.print("[yellow]This checkpoint has no states of envs: new episodes begin.[/]")
     for one in said:
         console.print(f"[yellow]{escape(str(one.message))}[/]")
     if ppo.steps < 0:

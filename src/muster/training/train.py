@@ -22,6 +22,7 @@ from muster.pool.output import INHERIT, QUIET
 from muster.recipes.named import absolute_name, leads_nowhere, name_of, refuse_while_importing
 from muster.training.values import NamedEnv, read_run_file, values_in
 from muster.vector.make import make_vec
+from muster.vector.replaying import replay_problem
 
 with imports_for(
     "muster.train needs", "muster-rl[train]", "torch", "tensordict", "safetensors", "rich", "tensorboard", "matplotlib"
@@ -36,7 +37,7 @@ with imports_for(
     from muster.training.picture import learning_curve
     from muster.training.plan import PARTS, RunOptions, TrainingPlan, makers_of, options_of, plan_of
     from muster.training.presets import preset_of
-    from muster.training.run_envs import FOR_SEVERAL, RunEnvs, replay_problem
+    from muster.training.run_envs import FOR_SEVERAL, RunEnvs
     from muster.training.run_folder import read_columns, require_local
     from muster.training.run_policy import RunPolicy
     from muster.training.runs import film_run
@@ -260,7 +261,9 @@ def order_of(values: Mapping[str, Any], objects: Mapping[str, Any]) -> TrainingO
     with _probe(plan, alone) as probe:
         preset = preset_of(probe, values["env"])  # its spaces decide, too
         if run.replayable is None:
-            problem = replay_problem(probe)
+            problem = (
+                replay_problem(probe) if probe.replayable else "they have no states, see make_vec(replayable=True)"
+            )
             plan = replace(plan, run=replace(run, replayable=not problem), not_replayed=problem)
     if not preset.agents and (of_agents := [name for name in fields_of(AgentsOptions) if name in values]):
         expected = f"left out, as it is for envs with agents, and {options.env} has one agent alone"

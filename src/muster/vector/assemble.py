@@ -99,8 +99,8 @@ def assemble(
         if options.replayable:
             kept = Kept(backend.numbers, backend.pack) if recovery is None else recovery.kept
             replaying = Replaying(backend, options.autoreset_mode, kept)
-            if recovery is not None and options.replays:
-                recovery.replays(replaying.state_of)
+            if recovery is not None:
+                recovery.replays(replaying.resets_again, replaying.state_of if options.replays else None)
         return Assembled(backend, parts, options, facts[0], spaces, writer, InfoReader(columns), recovery, replaying)
     except BaseException:
         backend.close(AT_ONCE)

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,14 +22,16 @@ from gymnasium.vector import AutoresetMode
 from muster._core import Caller, Status, verb
 from muster.backends.base import Backend
 from muster.backends.recovery import Recovery
-from muster.errors import ConfigError, PendingError, ReplayDiffers, UsageError, WrongType
+from muster.errors import ConfigError, MusterError, PendingError, ReplayDiffers, UsageError, WrongType
 from muster.hosts.env_facts import EnvFacts
-from muster.hosts.env_states import MOST_OPTIONS, NONE, EnvState, digests_of
+from muster.hosts.env_states import MOST_ACTIONS, MOST_OPTIONS, NONE, EnvState, digests_of
 from muster.hosts.questions import EnvQuestion, HowReplayed, Kept, Replay
 from muster.recipes.likeness import likeness
 from muster.spaces.tree import Array, SpaceNode
 from muster.transport.infos import Infos
 from muster.vector import checks
+
+_TRIAL_S, _TRIAL_STEPS = 2.0, 50
 
 
 class Replaying:
@@ -56,13 +59,22 @@ class Replaying:
                 self._slab.episodes[env] = seed % 2**64, 0
             self._options[env] = int(self._slab.episodes[env, 1]), text
 
+    def resets_again(self, env: int) -> None:
+        """Notes that an env is about to be reset with the options of its last reset."""
+        self._options[env] = int(self._slab.episodes[env, 1]), self._options[env][1]
+
     def state(self, env: int) -> EnvState:
         """The state of an env. Raises PendingError where it owes an answer, UsageError where it has none."""
         if self._caller.is_pending(env):
             raise PendingError(f"get_states: env {env} still owes an answer to an earlier call; take it with recv()")
         if not self._slab.episodes[env, 1]:
             raise UsageError(f"get_states: env {env} has not been reset; call reset() first")
-        if (state := self.state_of(env, self._caller.actions_of(env))) is None:
+        if len(actions := self._caller.actions_of(env)) > MOST_ACTIONS:
+            raise UsageError(
+                f"get_states: the episode of env {env} has {len(actions)} bytes of actions, and states have at most "
+                f"{MOST_ACTIONS}"
+            )
+        if (state := self.state_of(env, actions)) is None:
             raise UsageError(
                 f"get_states: env {env} has raised or was replaced in this episode, which cannot be played again; it "
                 "has a state once it is reset"
@@ -214,6 +226,27 @@ def require_replayable(facts: Sequence[EnvFacts], actions: SpaceNode) -> None:
             f"replayable=True: actions of {actions.space} have parts of no fixed size, such as texts, which are not "
             "kept; leave it out"
         )
+
+
+def replay_problem(envs: Any) -> str:
+    """The reason why envs cannot be played again, for people; empty where they can. They are new, and not "disabled".
+
+    They are tried in their second episode at least, and within 2 s.
+    """
+    ends = time.monotonic() + _TRIAL_S
+    try:
+        for _ in range(2):
+            envs.reset()
+            for _ in range(_TRIAL_STEPS):
+                envs.step(envs.sample_actions())
+                if time.monotonic() > ends:
+                    return f"{_TRIAL_STEPS} of its steps take more than {_TRIAL_S / 2:g} s"
+        envs.set_states(envs.get_states())
+    except ReplayDiffers as differs:
+        return differs.summary
+    except MusterError as error:
+        return error.headline
+    return ""
 
 
 def _layout(node: SpaceNode) -> list[str]:
