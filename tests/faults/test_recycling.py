@@ -198,6 +198,7 @@ def test_a_reset_of_one_env_names_the_reason_to_the_other_that_has_just_ended() 
     assert infos["restarted"][1] == "recycled after 2 episodes"
 
 
+@pytest.mark.slow
 def test_nodes_recycle_their_own_collectors() -> None:
     pytest.importorskip("tensordict")
     options: dict[str, Any] = {"num_collectors": 2, "frames_per_batch": 40, "cluster": LocalNodes(2), **RESTART}
