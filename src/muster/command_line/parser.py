@@ -83,7 +83,7 @@ class Parser:
         options = named.split("/")
         name = options[0].removeprefix("--").replace("-", "_")
         owner = self._owners().get(name)
-        if owner is None or bool in alternatives(fields_of(owner)[name][0]):
+        if owner is None or _is_switch(fields_of(owner)[name][0]):
             return ConfigError(f"{options[0]} takes no value: write {', or '.join(options)}")
         return ConfigError(f"{options[0]} needs a value; {self.command} --help says which")
 
@@ -131,7 +131,7 @@ def _how(name: str, kind: Any, facts: Mapping[str, Any], value: Any, switch: Any
     silent = facts["positional"] or value in (None, ()) or (value is False and switch == "store_true")
     shown = "" if silent else f" (default: {write_value(value)})"
     how: dict[str, Any] = {"help": (facts["about"] + shown).replace("%", "%%")}
-    if bool in alternatives(kind):
+    if _is_switch(kind):
         return {**how, "action": switch}
     how["metavar"] = name.upper() if facts["positional"] else metavar_of(kind)
     if facts["repeated"]:
@@ -139,6 +139,10 @@ def _how(name: str, kind: Any, facts: Mapping[str, Any], value: Any, switch: Any
     if any(get_origin(one) is tuple for one in alternatives(kind)):
         return {**how, "nargs": "*"}
     return {**how, "nargs": "?"} if facts["positional"] else how
+
+
+def _is_switch(kind: Any) -> bool:
+    return bool in alternatives(kind) and {*alternatives(kind)} <= {bool, type(None)}
 
 
 def write_value(value: Any) -> str:
