@@ -22,6 +22,11 @@ def likeness(recipe: Recipe) -> str:
     return _text([recipe.name, _made_from(recipe.factory), kwargs, recipe.wrappers])
 
 
+def space_text(space: gym.Space[Any]) -> str:
+    """A space in words, without the address of a function, which the space of MiniGrid's missions shows."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(space))
+
+
 def _made_from(factory: Any) -> Any:
     if type(factory) is not MakeGym:
         return factory
@@ -48,4 +53,4 @@ def _text(value: Any) -> str:
         return _text([value.func, value.args, value.keywords])
     if callable(value):
         return callable_name(value)
-    return re.sub(" at 0x[0-9a-f]+", "", repr(value)) if isinstance(value, gym.Space) else type(value).__qualname__
+    return space_text(value) if isinstance(value, gym.Space) else type(value).__qualname__

@@ -84,7 +84,7 @@ def assemble(
         backend.attach(
             SlabPlan(obs, actions, backend.first_envs),
             HostOptions(
-                *(autoreset, options.check_finite, parts.lenient, parts.reward_key, worker_budget, options.replayable)
+                autoreset, options.check_finite, parts.lenient, parts.reward_key, worker_budget, options.replayable
             ),
             CallerOptions(must_reset, parts.lenient, writer.in_core, caller_budget),
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from muster.errors import ConfigError, MusterError, PendingError, ReplayDiffers,
 from muster.hosts.env_facts import EnvFacts
 from muster.hosts.env_states import MOST_ACTIONS, MOST_OPTIONS, NONE, EnvState, digests_of
 from muster.hosts.questions import EnvQuestion, HowReplayed, Kept, Replay
-from muster.recipes.likeness import likeness
+from muster.recipes.likeness import likeness, space_text
 from muster.spaces.tree import Array, SpaceNode
 from muster.transport.infos import Infos
 from muster.vector import checks
@@ -250,8 +249,7 @@ def replay_problem(envs: Any) -> str:
 
 
 def _layout(node: SpaceNode) -> list[str]:
-    space = re.sub(" at 0x[0-9a-f]+", "", repr(node.space))  # of a function, in the space of MiniGrid's missions
-    return [space, *(f"{leaf.path} {leaf.dtype} {leaf.shape}" for leaf in node.leaves)]
+    return [space_text(node.space), *(f"{leaf.path} {leaf.dtype} {leaf.shape}" for leaf in node.leaves)]
 
 
 def _digest(parts: Sequence[str]) -> str:
