@@ -305,20 +305,18 @@ class ReplicaPool:
 
     def _order(self, places: Sequence[int]) -> None:
         """Has idle places collect. One that was lost while it was idle begins with the next batch."""
-        if self._plan.limits.recycle_after is not None and isinstance(
-            self._pool, Pool
-        ):  # nodes have pools of their own
-            self._recycle(places, self._plan.limits.recycle_after)
+        after = self._plan.limits.recycle_after
+        if after is not None and isinstance(self._pool, Pool):  # nodes recycle in pools of their own
+            self._recycle(self._pool, places, after)
         orders = self._carrier.orders(places, self._afresh)
         asked = {k: order for k, order in orders.items() if k not in self._hooks.reasons}
         self._batches.ask(asked, "collecting", self._plan.limit, "about to collect")
         self._carrier.sent(asked)
         self._afresh.difference_update(places)
 
-    def _recycle(self, places: Sequence[int], after: Mapping[str, float]) -> None:
+    def _recycle(self, pool: Pool, places: Sequence[int], after: Mapping[str, float]) -> None:
         """Replaces idle replicas that were due, and finds out which are: these end their batch with an episode."""
-        pool, hooks = self._pool, self._hooks
-        assert isinstance(pool, Pool)
+        hooks = self._hooks
         assert isinstance(hooks, ReplicaHooks)
         for k in [k for k in places if k in hooks.ended]:
             pool.replace(k, hooks.due[k], hooks.recycle(k), self._plan.close_limits)
